@@ -1,0 +1,144 @@
+"""What the subcommands share: options, the console, JSON, and warnings turned into notes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lobs.errors import FileError, LobsError, NumericalWarning, TargetError
+
+SubjectArgument = Annotated[
+    str,
+    typer.Argument(
+        help="What to work on: a zoo name (lenet300, lenet5), a checkpoint written by lobs, or package.module:function "
+        "returning (model, batches) or (model, batches, evaluate).",
+        metavar="NETWORK",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")]
+SamplesOption = Annotated[int | None, typer.Option(min=1, help="Calibration samples to use; all by default.")]
+SolverOption = Annotated[
+    str,
+    typer.Option(help="exact, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, apozw or random."),
+]
+LayersOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to prune; repeat for more.")]
+SkipOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to leave alone; repeat for more.")]
+
+
+def print_json(document: Any) -> None:
+    """Write JSON to standard output; numbers that JSON has no word for become null."""
+    sys.stdout.write(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> None:
+    """Draw a table: the first column left, the others right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, caption=note or None, title_justify="left", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # A pipe has no width of its own: leave the lines whole for whoever reads them.
+    console.print(table) if console.is_terminal else Console(width=160).print(table)
+
+
+def say(text: str) -> None:
+    """A line for people, on standard output."""
+    sys.stdout.write(text + "\n")
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """Show numerical warnings as one-line notes on standard error, each once."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        text = str(message)
+        if text not in seen:
+            seen.add(text)
+            sys.stderr.write(f"{'note' if issubclass(category, NumericalWarning) else 'warning'}: {text}\n")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", NumericalWarning)
+        warnings.showwarning = show
+        yield
+
+
+def parse_fractions(text: str, option: str) -> float | dict[str, float]:
+    """Read '0.07', '7%' or 'fc1=0.067,fc2=20%'."""
+    try:
+        if "=" not in text:
+            return _fraction(text)
+        pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
+        return {name.strip(): _fraction(value) for name, value in pairs}
+    except ValueError:
+        raise TargetError(
+            f"{option} {text!r} is not a number, a percentage, or name=number pairs. Examples: 0.07, 7%, fc1=0.067,fc*=0.2."
+        ) from None
+
+
+def _fraction(text: str) -> float:
+    text = text.strip()
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
+def complement(kept: float | dict[str, float]) -> float | dict[str, float]:
+    """Kept fractions as removed fractions."""
+    if isinstance(kept, dict):
+        return {name: 1 - value for name, value in kept.items()}
+    return 1 - kept
+
+
+def folder(path: Path) -> Path:
+    """Make an output folder, with a clear error where it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder '{path}': {error.strerror}.") from error
+    return path
+
+
+def writable(path: Path | None) -> Path | None:
+    """Refuse an output path whose folder does not exist before any work is done."""
+    if path is not None and not path.parent.is_dir():
+        raise FileError(f"cannot write '{path}': the folder '{path.parent}' does not exist.")
+    return path
+
+
+def command_line() -> str:
+    """The command as typed, for reports."""
+    import shlex
+
+    return "lobs " + shlex.join(sys.argv[1:])
+
+
+def optional(value: float | None, form: str = ".4g") -> str:
+    """A number, or a dash where there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def require_one(**options: Any) -> None:
+    """Exactly one of several options must be given."""
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) != 1:
+        names = ", ".join(f"--{name}" for name in options)
+        raise LobsError(f"give exactly one of {names}" + (f", not {' and '.join(given)}." if given else "."))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,129 @@
+"""`lobs prune`: the work itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lobs.cli.common import (
+    JsonOption,
+    LayersOption,
+    SamplesOption,
+    SkipOption,
+    SolverOption,
+    SubjectArgument,
+    command_line,
+    complement,
+    notes,
+    optional,
+    parse_fractions,
+    print_json,
+    require_one,
+    say,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from lobs.targets import Target
+
+
+def prune(
+    network: SubjectArgument,
+    keep: Annotated[str | None, typer.Option(help="Fraction kept: 0.07, 7%, or fc1=6.7%,fc2=20%,fc*=0.5.")] = None,
+    sparsity: Annotated[str | None, typer.Option(help="Fraction removed, in the same forms.")] = None,
+    epsilon: Annotated[str | None, typer.Option(help="Largest layer error √E allowed, in the same forms.")] = None,
+    relative: Annotated[bool, typer.Option("--relative", help="ε is relative to the layer's output norm.")] = False,
+    solver: SolverOption = "exact",
+    inputs: Annotated[str, typer.Option(help="dense, or pruned: layers see what pruned layers before them give.")] = "dense",
+    samples: SamplesOption = None,
+    layers: LayersOption = None,
+    skip: SkipOption = None,
+    prune_bias: Annotated[bool, typer.Option("--prune-bias", help="Let biases be removed too.")] = False,
+    damping: Annotated[float | None, typer.Option(min=0, help="λ added to every Ψ; chosen by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to save the pruned network (safetensors).")] = None,
+    report: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Prune a network: a zoo's, a checkpoint's, or your own from package.module:function.
+
+    Examples: `lobs prune lenet300 --keep fc1=6.7%,fc2=20%,fc3=65% --out small.safetensors --report report.html`;
+    `lobs prune mycode:network --epsilon 0.1 --relative`
+    """
+    require_one(keep=keep, sparsity=sparsity, epsilon=epsilon)
+    target = _target(keep, sparsity, epsilon, relative)
+    writable(out)
+    writable(report)
+
+    from lobs.cli.subject import open_subject
+    from lobs.pipeline import prune as run
+
+    subject = open_subject(network, samples)
+    before = subject.score(subject.model)
+    with notes():
+        result = run(
+            subject.model,
+            subject.batches,
+            target,
+            solver=solver,
+            inputs=inputs,  # type: ignore[arg-type]  # checked by prune, with the choices in its message
+            layers=layers,
+            skip=skip or (),
+            progress=not json,
+            prune_bias=prune_bias,
+            damping=damping,
+            diagnostics=report is not None,
+        )
+    after = subject.score(result.model)
+    written = _write(result, subject, solver, before, after, samples, out, report)
+    if json:
+        print_json({"metric": subject.metric, "before": before, "after": after, **result.record(), **written})
+        return
+    say(result.summary())
+    if before is not None:
+        say(f"{subject.metric}: {optional(before)} → {optional(after)}")
+    for what, path in written.items():
+        say(f"{what}: {path}")
+    if out is None:
+        say("not saved: give --out FILE to keep the pruned network")
+
+
+def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool) -> Target:
+    from lobs.targets import ErrorBudget, Sparsity
+
+    if epsilon is not None:
+        return ErrorBudget(parse_fractions(epsilon, "--epsilon"), relative=relative)
+    if keep is not None:
+        return Sparsity(complement(parse_fractions(keep, "--keep")))
+    return Sparsity(parse_fractions(sparsity or "", "--sparsity"))
+
+
+def _write(
+    result: Any,
+    subject: Any,
+    solver: str,
+    before: float | None,
+    after: float | None,
+    samples: int | None,
+    out: Path | None,
+    report: Path | None,
+) -> dict[str, str]:
+    from lobs.cli.subject import weights_hash
+    from lobs.report import Run, write_report
+
+    written = {}
+    if out is not None:
+        extra = {
+            "network": subject.network,
+            "origin": subject.origin,
+            "origin_weights": weights_hash(subject.model),
+            "calibration_limit": samples,
+            "before": before,
+            "after": after,
+        }
+        written["network"] = str(result.save(out, **extra))
+    if report is not None:
+        run = Run(solver, result, before, after, subject.metric)
+        written["report"] = str(write_report(report, [run], title=subject.title, command=command_line()))
+    return written

@@ -1,0 +1,130 @@
+"""From what the user typed to a network, its calibration batches and a way to evaluate it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lobs import checkpoint, zoo
+from lobs.calibrate import batch_size
+from lobs.errors import FileError, LobsError
+from lobs.zoo.training import error_rate
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A network and all that the commands need around it.
+
+    `origin` is what finds the dense network again: a zoo name, a checkpoint's path or package.module:function.
+    `network` is what builds it: a zoo name or package.module:function.
+    """
+
+    origin: str
+    network: str
+    title: str
+    model: nn.Module
+    batches: Iterable[Any]
+    evaluate: Callable[[nn.Module], float] | None
+    metric: str
+    saved: checkpoint.Checkpoint | None = None
+
+    def score(self, model: nn.Module) -> float | None:
+        """What `evaluate` says of a network, if there is one."""
+        return None if self.evaluate is None else float(self.evaluate(model))
+
+
+def open_subject(spec: str, samples: int | None = None) -> Subject:
+    """Resolve a zoo name, package.module:function, or a checkpoint file, in this order."""
+    if spec in zoo.ZOO:
+        return _from_zoo(spec, samples)
+    if Path(spec).is_file():
+        return _from_file(spec, samples)
+    if ":" in spec:
+        return _from_function(spec, samples)
+    raise FileError(f"'{spec}' is neither a zoo network ({', '.join(zoo.ZOO)}), nor a file, nor package.module:function.")
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A fingerprint of a network's weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _from_zoo(name: str, samples: int | None) -> Subject:
+    from lobs.data import mnist
+
+    test = mnist.load("test").batches()
+    return Subject(
+        origin=name,
+        network=name,
+        title=zoo.entry(name).title,
+        model=zoo.trained(name),
+        batches=mnist.load("train").batches(limit=samples),
+        evaluate=lambda model: error_rate(model, test),
+        metric="test error (%)",
+    )
+
+
+def _from_file(path: str, samples: int | None) -> Subject:
+    saved = checkpoint.load(path)
+    network = saved.record.get("network")
+    if not isinstance(network, str):
+        raise FileError(
+            f"'{path}' does not say which network it holds; only files written by lobs train and lobs prune do. For your own "
+            f"network write a function and name it as package.module:function."
+        )
+    base = open_subject(network, samples)
+    try:
+        base.model.load_state_dict(saved.state_dict)
+    except RuntimeError as error:
+        raise FileError(f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}") from error
+    return Subject(path, network, base.title, base.model.eval(), base.batches, base.evaluate, base.metric, saved)
+
+
+def _from_function(spec: str, samples: int | None) -> Subject:
+    module_name, _, function_name = spec.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that a file beside the user is found
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except ModuleNotFoundError as error:
+        raise LobsError(f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it.") from error
+    except AttributeError:
+        raise LobsError(f"module '{module_name}' has no '{function_name}'.") from None
+    finally:
+        sys.path.pop(0)
+    answer = function()
+    if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
+        raise LobsError(f"'{spec}' must return (model, batches) or (model, batches, evaluate), not {type(answer).__name__}.")
+    model, batches, *rest = answer
+    return Subject(
+        origin=spec,
+        network=spec,
+        title=spec,
+        model=model,
+        batches=batches if samples is None else limit(batches, samples),
+        evaluate=rest[0] if rest else None,
+        metric="evaluate()",
+    )
+
+
+def limit(batches: Iterable[Any], samples: int) -> list[Any]:
+    """As many whole batches as hold at least `samples` samples."""
+    taken: list[Any] = []
+    seen = 0
+    for batch in batches:
+        if seen >= samples:
+            break
+        taken.append(batch)
+        seen += batch_size(batch)
+    return taken

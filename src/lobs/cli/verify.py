@@ -1,0 +1,60 @@
+"""`lobs verify`: does a saved result keep its promises?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lobs.cli.common import JsonOption, print_json, say
+
+if TYPE_CHECKING:
+    from lobs.checkpoint import Checkpoint
+    from lobs.verify import Finding
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(help="A network saved by `lobs prune --out` or `Pruning.save`.")],
+    recompute: Annotated[bool, typer.Option(help="Also recompute every layer's error from the data.")] = True,
+    json: JsonOption = False,
+) -> None:
+    """Check that masks hold, counts are right, and the recorded errors are what the data says; exit code 1 if not.
+
+    Example: `lobs verify lobs-demo/lenet300-7pct.safetensors`
+    """
+    from lobs import checkpoint
+    from lobs.errors import FileError
+    from lobs.verify import verify_masks
+
+    saved = checkpoint.load(file)
+    if not saved.masks:
+        raise FileError(f"'{file}' holds no masks: it was not written by lobs prune.")
+    findings = verify_masks(saved)
+    skipped = ""
+    if recompute and isinstance(saved.record.get("origin"), str):
+        findings += _recompute(file, saved)
+    elif recompute:
+        skipped = "errors not recomputed: the file does not say where the dense network comes from"
+    good = all(f.holds for f in findings)
+    if json:
+        print_json({"file": str(file), "holds": good, "findings": [asdict(f) for f in findings], "skipped": skipped})
+    else:
+        for finding in findings:
+            say(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.check}: {finding.detail}")
+        say(skipped or ("everything holds" if good else "something does not hold"))
+    if not good:
+        raise typer.Exit(1)
+
+
+def _recompute(file: Path, saved: Checkpoint) -> list[Finding]:
+    from lobs.cli.subject import open_subject, weights_hash
+    from lobs.verify import Finding, verify_errors
+
+    dense = open_subject(saved.record["origin"], saved.record.get("calibration_limit"))
+    pruned = open_subject(str(file))
+    expected = saved.record.get("origin_weights")
+    same = expected is None or expected == weights_hash(dense.model)
+    source = Finding("dense network", same, f"{saved.record['origin']} {'is' if same else 'is not'} the one that was pruned")
+    return [source, *verify_errors(saved, dense.model, pruned.model, dense.batches)]

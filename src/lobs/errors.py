@@ -1,0 +1,39 @@
+"""What can go wrong, in words that name the layer, the number and the remedy."""
+
+from __future__ import annotations
+
+
+class LobsError(Exception):
+    """Base of every error that `lobs` raises on purpose."""
+
+
+class TargetError(LobsError, ValueError):
+    """A target that cannot be met or does not fit the problem."""
+
+
+class ProblemError(LobsError, ValueError):
+    """A layer problem whose shapes, values or missing parts make it unsolvable."""
+
+
+class CalibrationError(LobsError):
+    """Calibration data that cannot be used: empty, non-finite, never reaching a layer."""
+
+
+class UnsupportedLayerError(LobsError, TypeError):
+    """A layer that `lobs` will not prune, with the reason why."""
+
+
+class SolverError(LobsError, ValueError):
+    """An unknown solver, or one whose needs the problem does not meet."""
+
+
+class FileError(LobsError):
+    """A file that is missing, damaged, or was not written by `lobs`."""
+
+
+class DataError(LobsError):
+    """A data set that is missing or whose files fail their hash check."""
+
+
+class NumericalWarning(UserWarning):
+    """The answer stands, but a number had to be helped: it says which and by how much."""

@@ -1,0 +1,212 @@
+"""Layer: a module seen as a matrix problem, and back.
+
+Every prunable module is brought to one form: weights of shape (groups, rows, columns [+ 1 for the bias]) acting on
+input vectors ("patches") of shape (groups, n, columns). The column order is that of the flattened kernel, (channel,
+height, width), on both sides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn.utils import parametrize
+
+from lobs.errors import UnsupportedLayerError
+
+# Patches are formed in pieces this large, so that memory does not grow with the batch or the image, and so that each
+# float32 product sums few enough terms to keep six digits; pieces are then added in float64.
+_PIECE_ELEMENTS = 2**21
+_PIECE_ROWS = 2**14
+
+
+@dataclass(frozen=True, eq=False)
+class Layer(ABC):
+    """One prunable module and its name in the network."""
+
+    name: str
+    module: nn.Module
+
+    @property
+    @abstractmethod
+    def groups(self) -> int:
+        """Independent parts, each with its own inputs."""
+
+    @abstractmethod
+    def patches(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield the input vectors of one call, as pieces of shape (groups, n, columns)."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The module's own weight parameter."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The module's own bias parameter, if it has one."""
+        bias = self.module.bias
+        return bias if isinstance(bias, Tensor) else None
+
+    @property
+    def columns(self) -> int:
+        """Inputs of one output unit, without the bias."""
+        return self.weight[0].numel()
+
+    @property
+    def rows(self) -> int:
+        """Output units of one group."""
+        return self.weight.shape[0] // self.groups
+
+    def matrix(self) -> Tensor:
+        """A copy of the weights as (groups, rows, columns), with the bias as last column where there is one."""
+        matrix = self.weight.detach().reshape(self.groups, self.rows, self.columns)
+        if self.bias is None:
+            return matrix.clone()
+        return torch.cat([matrix, self.bias.detach().reshape(self.groups, self.rows, 1)], dim=-1)
+
+    def write(self, matrix: Tensor) -> None:
+        """Put a matrix of the shape that `matrix` returns back into the module, in place."""
+        with torch.no_grad():
+            self.weight.copy_(matrix[..., : self.columns].reshape(self.weight.shape))
+            if self.bias is not None:
+                self.bias.copy_(matrix[..., self.columns].reshape(self.bias.shape))
+
+    def masks(self, mask: Tensor) -> dict[str, Tensor]:
+        """A matrix mask as masks of the module's parameters, under their names in the state dict."""
+        out = {f"{self.name}.weight": mask[..., : self.columns].reshape(self.weight.shape)}
+        if self.bias is not None and not bool(mask[..., self.columns].all()):
+            out[f"{self.name}.bias"] = mask[..., self.columns].reshape(self.bias.shape)
+        return out
+
+
+class LinearLayer(Layer):
+    """`nn.Linear`, with inputs of any leading shape."""
+
+    @property
+    def groups(self) -> int:
+        """Always one."""
+        return 1
+
+    def patches(self, x: Tensor) -> Iterator[Tensor]:
+        """Rows of the input are the patches."""
+        flat = x.reshape(-1, self.columns)
+        piece = max(1, min(_PIECE_ROWS, _PIECE_ELEMENTS * 4 // max(1, self.columns)))
+        for start in range(0, len(flat), piece):
+            yield flat[start : start + piece].unsqueeze(0)
+
+
+class Conv2dLayer(Layer):
+    """`nn.Conv2d` with every stride, padding, padding mode, dilation and group count."""
+
+    module: nn.Conv2d
+
+    @property
+    def groups(self) -> int:
+        """The convolution's groups."""
+        return self.module.groups
+
+    def windows(self, x: Tensor) -> Tensor:
+        """All patches as a view (batch, channels, out height, out width, kernel height, kernel width)."""
+        conv = self.module
+        x = x if x.dim() == 4 else x.unsqueeze(0)
+        pad = _padding(conv)
+        if any(pad):
+            mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+            x = F.pad(x, pad, mode=mode)
+        (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
+        seen = x.unfold(2, dh * (kh - 1) + 1, sh).unfold(3, dw * (kw - 1) + 1, sw)
+        return seen[..., ::dh, ::dw]
+
+    def patches(self, x: Tensor) -> Iterator[Tensor]:
+        """Copy windows out piece by piece: some images at a time, or some rows of one image where it is large."""
+        windows = self.windows(x)
+        batch, channels, high, wide, kh, kw = windows.shape
+        g = self.groups
+        by_group = windows.unflatten(1, (g, channels // g))  # type: ignore[no-untyped-call]
+        budget = max(1, min(_PIECE_ROWS, _PIECE_ELEMENTS // max(1, channels * kh * kw)))
+        images = max(1, budget // max(1, high * wide))
+        lines = max(1, min(high, budget // max(1, wide)))
+        for b in range(0, batch, images):
+            for top in range(0, high, lines):
+                piece = by_group[b : b + images, :, :, top : top + lines]
+                yield piece.permute(1, 0, 3, 4, 2, 5, 6).reshape(g, -1, self.columns)
+
+
+def _padding(conv: nn.Conv2d) -> list[int]:
+    """Padding in F.pad's order, last dimension first."""
+    if conv.padding == "valid":
+        return [0, 0, 0, 0]
+    if conv.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    assert not isinstance(conv.padding, str)
+    return [int(p) for p in reversed(conv.padding) for _ in range(2)]
+
+
+def as_layer(name: str, module: nn.Module) -> Layer | None:
+    """The layer view of a module, or None where `lobs` has none for its type."""
+    if isinstance(module, nn.Linear):
+        return LinearLayer(name, module)
+    if isinstance(module, nn.Conv2d):
+        return Conv2dLayer(name, module)
+    return None
+
+
+def find_layers(model: nn.Module, layers: str | Iterable[str] | None = None, skip: str | Iterable[str] = ()) -> list[Layer]:
+    """Prunable layers in the order of the module tree, chosen by name or glob; an empty choice is an error."""
+    found = [layer for name, module in model.named_modules() if (layer := as_layer(name or "model", module))]
+    names = [layer.name for layer in found]
+    wanted, unwanted = _matching(names, layers, "layers"), _matching(names, skip, "skip") or set()
+    chosen = [x for x in found if (wanted is None or x.name in wanted) and x.name not in unwanted]
+    if not chosen:
+        raise UnsupportedLayerError("there is no layer to prune: lobs prunes Linear and Conv2d, less what `skip` names.")
+    _check_supported(model, chosen)
+    return chosen
+
+
+def _matching(names: Sequence[str], patterns: str | Iterable[str] | None, what: str) -> set[str] | None:
+    if patterns is None:
+        return None
+    matched: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not hits:
+            raise UnsupportedLayerError(
+                f"{what} names '{pattern}', which matches no prunable layer. There are: {', '.join(names)}."
+            )
+        matched |= hits
+    return matched
+
+
+def _check_supported(model: nn.Module, layers: Sequence[Layer]) -> None:
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(f"{name}.{key}" if name else key)
+    for layer in layers:
+        if isinstance(getattr(layer.module, "weight", None), nn.parameter.UninitializedParameter):
+            raise UnsupportedLayerError(f"layer '{layer.name}': its weight has no shape yet. Run one batch first.")
+        if parametrize.is_parametrized(layer.module):
+            raise UnsupportedLayerError(
+                f"layer '{layer.name}': its weight is parametrised (weight_norm and the like), so writing it would be undone. "
+                f"Remove the parametrisation first, or skip the layer."
+            )
+        if not isinstance(layer.module.weight, nn.Parameter):
+            raise UnsupportedLayerError(
+                f"layer '{layer.name}': its weight is not a parameter (torch.nn.utils.prune, perhaps). Make it "
+                f"permanent first (prune.remove), or skip the layer."
+            )
+        if layer.weight.device.type == "meta":
+            raise UnsupportedLayerError(f"layer '{layer.name}': its weight is on the meta device. Load weights first.")
+        if len(owners[id(layer.weight)]) > 1:
+            raise UnsupportedLayerError(
+                f"layer '{layer.name}': its weight is shared by {', '.join(owners[id(layer.weight)])}; pruning it for one "
+                f"would change the others. Untie them or skip the layer."
+            )

@@ -1,0 +1,227 @@
+"""The bridge: a network and batches become layer problems, their solutions become a network again."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lobs import bounds, chain, linalg, scores
+from lobs.calibrate import Calibration, batch_size, call, collect, evaluating
+from lobs.errors import CalibrationError, LobsError
+from lobs.layers import Layer, find_layers
+from lobs.problem import Problem, Solution, Solver
+from lobs.progress import shown, track
+from lobs.result import Histogram, LayerResult, Pruning
+from lobs.solvers import as_solver, solve
+from lobs.statistics import Moments
+from lobs.targets import Target, as_target, check_names, for_layer
+
+Inputs: TypeAlias = Literal["dense", "pruned"]
+
+
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    target: Target | float,
+    *,
+    solver: str | Solver = "exact",
+    inputs: Inputs = "dense",
+    layers: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] = (),
+    inplace: bool = False,
+    progress: bool = True,
+    prune_bias: bool = False,
+    damping: float | None = None,
+    diagnostics: bool = False,
+) -> Pruning:
+    """Remove weights from a trained network and move the rest to compensate.
+
+    Args:
+        model: a trained network; untouched unless `inplace`, and then written only after everything has succeeded.
+        batches: unlabelled inputs, a few hundred or more: an iterable of tensors, of tuples whose first item is the input, or
+            of mappings of keyword arguments.
+        target: `Sparsity`, `ErrorBudget`, or a number for the fraction removed from every layer.
+        solver: a name from `SOLVERS`, or a solver.
+        inputs: "dense": every layer sees what the dense network feeds it, one pass over the data. "pruned": layers are
+            pruned in the order they run and each sees what the pruned layers before it give, one pass a layer.
+        layers: names or globs of the layers to prune; all Linear and Conv2d by default.
+        skip: names or globs of layers to leave alone.
+        inplace: write into `model` itself instead of a copy.
+        progress: draw progress bars on a terminal for what takes over two seconds.
+        prune_bias: let biases be removed too, and count them.
+        damping: λ added to every Ψ's diagonal; chosen, and reported, by default.
+        diagnostics: also record the distribution of sensitivities, for the report.
+
+    Returns:
+        A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
+    """
+    began = time.perf_counter()
+    wanted = as_target(target)
+    chosen = as_solver(solver)
+    if inputs not in ("dense", "pruned"):
+        raise LobsError(f"inputs is '{inputs}': use 'dense' or 'pruned'.")
+    again = not isinstance(batches, Iterator)
+    if inputs == "pruned" and not again:
+        raise CalibrationError("inputs='pruned' runs the data once per layer: pass a list or a DataLoader, not a generator.")
+    found = find_layers(model, layers, skip)
+    check_names(wanted, [layer.name for layer in found])
+    dense = {layer.name: layer.matrix() for layer in found}
+
+    pruned = copy.deepcopy(model)
+    twins = {layer.name: layer for layer in find_layers(pruned, [layer.name for layer in found])}
+    job = _Job(wanted, chosen, prune_bias, damping, diagnostics)
+    with shown(progress):
+        if inputs == "dense":
+            calibration = collect(model, batches, found, progress=progress)
+            with track("prune", len(found)) as advance:
+                for name in calibration:
+                    twins[name].write(job.solve(twins[name], dense[name], calibration[name]))
+                    advance(1)
+        else:
+            calibration = _one_by_one(pruned, batches, twins, dense, job, progress)
+        certificate = _certificate(model, pruned, batches if again else None, calibration, job, dense, inputs)
+    if inplace:
+        model.load_state_dict(pruned.state_dict())
+        pruned = model
+    settings = {"target": repr(wanted), "solver": repr(chosen), "inputs": inputs, "samples": calibration.samples}
+    return Pruning(
+        model=pruned,
+        masks=job.masks,
+        layers=tuple(job.results[layer.name] for layer in found),
+        certificate=certificate,
+        solutions=job.solutions,
+        settings=settings,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def layer_problem(
+    layer: Layer, dense: Tensor, moments: Moments, *, prune_bias: bool = False, damping: float | None = None
+) -> Problem:
+    """The matrix problem of one layer: reproduce `dense` on the inputs that `moments` saw."""
+    return Problem(
+        dense,
+        moments.moment.to(dense.device),
+        bias_column=layer.bias is not None and not prune_bias,
+        mean=moments.mean.to(dense.device),
+        samples=moments.count,
+        damping=damping,
+        name=f"layer '{layer.name}'",
+    )
+
+
+class _Job:
+    """What is to be done with each layer, and what came of it."""
+
+    def __init__(self, target: Target, solver: Solver, prune_bias: bool, damping: float | None, diagnostics: bool) -> None:
+        self.target, self.solver, self.damping = target, solver, damping
+        self.prune_bias, self.diagnostics = prune_bias, diagnostics
+        self.masks: dict[str, Tensor] = {}
+        self.results: dict[str, LayerResult] = {}
+        self.solutions: dict[str, Solution] = {}
+
+    def solve(self, layer: Layer, dense: Tensor, moments: Moments) -> Tensor:
+        """Solve one layer and return its new matrix."""
+        problem = layer_problem(layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping)
+        began = time.perf_counter()
+        target = for_layer(self.target, layer.name)
+        if target is None:  # the user's mapping leaves this layer alone
+            solution = solve(problem, "magnitude", 0.0)
+        else:
+            solution = solve(problem, self.solver, target)
+        self.solutions[layer.name] = solution
+        self.masks |= layer.masks(solution.mask)
+        self.results[layer.name] = LayerResult(
+            name=layer.name,
+            shape=tuple(layer.weight.shape),
+            kept=solution.kept,
+            total=solution.prunable,
+            error=solution.error,
+            relative_error=solution.relative_error,
+            damping=solution.damping,
+            seconds=time.perf_counter() - began,
+            samples=moments.count,
+            sensitivity=_histogram(problem) if self.diagnostics else None,
+        )
+        return solution.weight
+
+
+def _one_by_one(
+    pruned: nn.Module,
+    batches: Iterable[Any],
+    layers: Mapping[str, Layer],
+    dense: Mapping[str, Tensor],
+    job: _Job,
+    progress: bool,
+) -> Calibration:
+    """Prune layers in the order they run, each on the inputs that the layers pruned before it produce."""
+    # The first pass, needed for the first layer anyway, also tells the order.
+    first = collect(pruned, batches, list(layers.values()), progress=progress)
+    moments: dict[str, Moments] = {}
+    for index, name in enumerate(first):
+        layer = layers[name]
+        moments[name] = (first if index == 0 else collect(pruned, batches, [layer], progress=progress))[name]
+        layer.write(job.solve(layer, dense[name], moments[name]))
+    return Calibration(moments, first.samples, first.example)
+
+
+def _certificate(
+    model: nn.Module,
+    pruned: nn.Module,
+    batches: Iterable[Any] | None,
+    calibration: Calibration,
+    job: _Job,
+    dense: Mapping[str, Tensor],
+    inputs: Inputs,
+) -> bounds.Certificate:
+    measured = None if batches is None else deviation(model, pruned, batches)
+    # E is a mean over input vectors; a convolution has many a sample, and the theorem speaks of samples.
+    errors = {
+        name: math.sqrt(result.error * calibration[name].count / calibration.samples) for name, result in job.results.items()
+    }
+    try:
+        links = chain.links(pruned, calibration.example, errors, dict(dense) if inputs == "pruned" else None)
+    except chain.NotAChainError as error:
+        return bounds.refuse(str(error), measured)
+    return bounds.certify(links, measured)
+
+
+def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any]) -> float | None:
+    """Root mean square distance between two networks' outputs over the data; None if they do not return one tensor."""
+    total, samples = 0.0, 0
+    with evaluating(model), evaluating(other):
+        for batch in batches:
+            a, b = call(model, batch), call(other, batch)
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+                return None
+            total += float((a.to(torch.float64) - b.to(torch.float64)).square().sum())
+            samples += batch_size(batch)
+    return math.sqrt(total / max(samples, 1))
+
+
+def sensitivities(problem: Problem) -> tuple[Tensor, float]:
+    """The error of deleting each prunable weight alone, flat, and the damping this took."""
+    values, damping = [], 0.0
+    for weight, psi in problem.groups:
+        metric = linalg.metric(psi, problem.damping, name=problem.name, samples=problem.samples)
+        values.append(scores.obs(weight, metric)[:, : weight.shape[-1] - problem.protected].flatten())
+        damping = max(damping, metric.damping)
+    return torch.cat(values).cpu(), damping
+
+
+def _histogram(problem: Problem, bins: int = 60) -> Histogram:
+    """Sensitivities of all prunable weights on a log₁₀ scale."""
+    values, _ = sensitivities(problem)
+    logs = values[values > 0].log10()
+    if not len(logs):
+        return Histogram((), (), len(values))
+    low, high = math.floor(float(logs.min())), math.ceil(float(logs.max()) + 1e-9)
+    counts = torch.histc(logs, bins, low, high)
+    edges = torch.linspace(low, high, bins + 1)
+    return Histogram(tuple(edges.tolist()), tuple(int(c) for c in counts), len(values) - len(logs))

@@ -1,0 +1,102 @@
+"""What `prune` gives back: the network, its masks, a row per layer, a certificate."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lobs import checkpoint
+from lobs.bounds import Certificate
+from lobs.problem import Solution
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many weights have a sensitivity within each step of log₁₀."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    zeros: int
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One line of the result. `error` is E, `relative_error` √E over the norm of the dense output."""
+
+    name: str
+    shape: tuple[int, ...]
+    kept: int
+    total: int
+    error: float
+    relative_error: float
+    damping: float
+    seconds: float
+    samples: int
+    sensitivity: Histogram | None = field(default=None, repr=False)
+
+    @property
+    def kept_fraction(self) -> float:
+        """Kept weights over all weights of the layer, bias not counted."""
+        return self.kept / self.total if self.total else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Pruning:
+    """A pruned network and everything known about it.
+
+    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer, error
+    curve included.
+    """
+
+    model: nn.Module
+    masks: dict[str, Tensor]
+    layers: tuple[LayerResult, ...]
+    certificate: Certificate
+    solutions: dict[str, Solution] = field(repr=False)
+    settings: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def kept(self) -> int:
+        """Weights left in the layers that were considered."""
+        return sum(layer.kept for layer in self.layers)
+
+    @property
+    def total(self) -> int:
+        """Weights there were."""
+        return sum(layer.total for layer in self.layers)
+
+    def record(self) -> dict[str, Any]:
+        """The result without tensors, ready for JSON."""
+        rows = [{**asdict(layer), "kept_fraction": layer.kept_fraction} for layer in self.layers]
+        return {
+            "kept": self.kept,
+            "total": self.total,
+            "kept_fraction": self.kept / self.total if self.total else 1.0,
+            "layers": rows,
+            "certificate": asdict(self.certificate),
+            "settings": self.settings,
+            "seconds": self.seconds,
+        }
+
+    def summary(self) -> str:
+        """A table for people, in plain text."""
+        width = max([len(layer.name) for layer in self.layers] + [5])
+        lines = [f"{'layer':<{width}}  {'shape':>16}  {'kept':>17}  {'rel. error':>10}  {'damping':>9}  {'seconds':>8}"]
+        for x in self.layers:
+            shape = "×".join(map(str, x.shape))
+            kept = f"{x.kept:,} ({x.kept_fraction:.1%})"
+            lines.append(
+                f"{x.name:<{width}}  {shape:>16}  {kept:>17}  {x.relative_error:>10.4f}  {x.damping:>9.1e}  {x.seconds:>8.2f}"
+            )
+        lines.append(f"kept {self.kept:,} of {self.total:,} weights ({self.kept / max(self.total, 1):.2%})")
+        lines.append(str(self.certificate))
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str], **extra: Any) -> Path:
+        """Write weights, masks and the record to a safetensors file; `extra` joins the record."""
+        return checkpoint.save(path, self.model, self.masks, {**self.record(), **extra})

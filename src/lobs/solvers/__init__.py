@@ -1,0 +1,54 @@
+"""Solvers by name, and the one function that runs them."""
+
+from __future__ import annotations
+
+from lobs.errors import SolverError
+from lobs.problem import Problem, Solution, Solver
+from lobs.solvers.exact import DeletionPath, Exact
+from lobs.solvers.lobs import LOBS
+from lobs.solvers.refine import Refine
+from lobs.solvers.scored import Scored
+from lobs.targets import Target, as_target
+
+__all__ = ["LOBS", "SOLVERS", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]
+
+# The keys are the choices of the command line, and every entry is held to the laws in tests/laws.py.
+SOLVERS: dict[str, Solver] = {
+    "exact": Exact(),
+    "lobs": LOBS(),
+    "lobs+refine": Refine(LOBS()),
+    "magnitude": Scored("magnitude"),
+    "magnitude+refine": Refine(Scored("magnitude")),
+    "obd": Scored("obd"),
+    "apozw": Scored("apozw"),
+    "random": Scored("random"),
+}
+
+
+def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Solution:
+    """Make one layer sparse.
+
+    >>> import torch
+    >>> problem = Problem(torch.tensor([[3.0, 1.0, 2.0]]), torch.eye(3))
+    >>> solve(problem, "exact", 1 / 3).weight
+    tensor([[3., 0., 2.]])
+    """
+    chosen = as_solver(solver)
+    missing = [need for need in sorted(chosen.needs) if getattr(problem, need) is None]
+    if missing:
+        raise SolverError(
+            f"{problem.name}: solver {solver!r} is not compatible with this problem: missing {', '.join(missing)}. "
+            f"Pass it to Problem, or collect statistics with lobs.collect."
+        )
+    return chosen(problem, as_target(target))
+
+
+def as_solver(solver: str | Solver) -> Solver:
+    """Look a solver up by name; let an instance through."""
+    if isinstance(solver, str):
+        if solver not in SOLVERS:
+            raise SolverError(f"unknown solver '{solver}'. There are: {', '.join(SOLVERS)}.")
+        return SOLVERS[solver]
+    if isinstance(solver, Solver):
+        return solver
+    raise SolverError(f"{solver!r} is not a solver: it needs a `needs` set and to be callable on (problem, target).")

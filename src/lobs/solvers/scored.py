@@ -1,0 +1,51 @@
+"""The baselines that score, cut and compensate nothing: random, magnitude (LWC), OBD, ApoZW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lobs import scores
+from lobs.errors import SolverError
+from lobs.masks import mask_from_order, prunable_positions, removal_order
+from lobs.problem import Problem, Solution, choose_count, finish
+from lobs.targets import Target
+
+_SCORES: dict[str, Callable[[Problem], Tensor]] = {
+    "magnitude": scores.magnitude,
+    "obd": scores.obd,
+    "apozw": scores.apozw,
+}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Mask by score, weights untouched. Time and memory of one sort of the layer; `seed` is for `random` alone."""
+
+    score: str = "magnitude"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.score not in ("random", *_SCORES):
+            raise SolverError(f"unknown score '{self.score}'. There are: random, {', '.join(_SCORES)}.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Apozw needs the mean input."""
+        return frozenset({"mean"}) if self.score == "apozw" else frozenset()
+
+    def __call__(self, problem: Problem, target: Target) -> Solution:
+        """Solve; see the class."""
+        values = scores.random(problem, self.seed) if self.score == "random" else _SCORES[self.score](problem)
+        shape = tuple(problem.weight.shape)
+        free = prunable_positions(shape, problem.protected, values.device)
+        order = free[removal_order(values.flatten()[free])]
+        weight = problem.weight.to(torch.float64)
+
+        def solution_at(count: int) -> Solution:
+            return finish(problem, weight, mask_from_order(order, count, shape))
+
+        return solution_at(choose_count(problem, target, lambda k: solution_at(k).error))

@@ -1,0 +1,69 @@
+"""Check a saved result against itself and, where the dense network and data are at hand, against its promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lobs.calibrate import collect
+from lobs.checkpoint import Checkpoint
+from lobs.errors import FileError
+from lobs.layers import find_layers
+from lobs.pipeline import layer_problem
+
+_TOLERANCE = 1e-3  # relative: moments are sums of float32 products, whose order a machine may choose
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what, whether it holds, and the numbers."""
+
+    check: str
+    holds: bool
+    detail: str
+
+
+def verify_masks(saved: Checkpoint, model: nn.Module | None = None) -> list[Finding]:
+    """Masks hold (in the file, or in a model trained further since), and counts are those recorded."""
+    state = saved.state_dict if model is None else model.state_dict()
+    findings = []
+    for name, mask in saved.masks.items():
+        if name not in state:
+            raise FileError(f"mask '{name}' names no parameter of the network.")
+        revived = int((state[name].cpu()[~mask] != 0).sum())
+        detail = f"{int((~mask).sum()):,} zeros hold" if revived == 0 else f"{revived:,} removed weights are not zero"
+        findings.append(Finding(f"mask {name}", revived == 0, detail))
+    for row in saved.record.get("layers", []):
+        names = [n for n in saved.masks if n in (f"{row['name']}.weight", f"{row['name']}.bias")]
+        removed = sum(int((~saved.masks[n]).sum()) for n in names)
+        findings.append(
+            Finding(
+                f"count {row['name']}",
+                row["total"] - removed == row["kept"],
+                f"kept {row['total'] - removed:,}, recorded {row['kept']:,}",
+            )
+        )
+    return findings
+
+
+def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> list[Finding]:
+    """Recompute every layer's error from data and compare it with the record.
+
+    Errors were measured on the inputs that the dense or the pruned network gives its layers; the latter are those of the
+    finished network too, because a layer's inputs depend only on layers before it.
+    """
+    recorded: Mapping[str, float] = {row["name"]: row["error"] for row in saved.record["layers"]}
+    watched = pruned if saved.record["settings"]["inputs"] == "pruned" else dense
+    calibration = collect(watched, batches, list(recorded))
+    before = {layer.name: layer for layer in find_layers(dense, list(recorded))}
+    after = {layer.name: layer for layer in find_layers(pruned, list(recorded))}
+    findings = []
+    for name, promised in recorded.items():
+        problem = layer_problem(before[name], before[name].matrix(), calibration[name])
+        error = problem.error_of(after[name].matrix())
+        close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * problem.energy
+        findings.append(Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}"))
+    return findings

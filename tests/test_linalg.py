@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from lobs import linalg
+from lobs.errors import NumericalWarning, ProblemError
+from tests.conftest import make_moment
+
+
+def true_inverse(metric):
+    return metric.inverse / metric.scale / metric.scale.unsqueeze(1)
+
+
+def test_metric_inverts_the_damped_moment():
+    psi = make_moment(12)
+    for damping in (0.0, 0.3):
+        expected = torch.linalg.inv(psi + damping * torch.eye(12, dtype=torch.float64))
+        torch.testing.assert_close(true_inverse(linalg.metric(psi, damping)), expected)
+
+
+def test_woodbury_recursion_ends_at_the_damped_inverse():
+    samples = torch.randn(50, 8, dtype=torch.float64)
+    psi = samples.T @ samples / 50
+    for alpha in (1e4, 1e8):
+        expected = true_inverse(linalg.metric(psi, 1 / alpha))
+        torch.testing.assert_close(linalg.woodbury_inverse(samples, alpha), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_well_determined_moment_is_not_damped():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert linalg.metric(make_moment(20)).damping == 0
+
+
+def test_singular_moment_is_damped_and_announced():
+    samples = torch.randn(5, 12, dtype=torch.float64)
+    with pytest.warns(NumericalWarning, match=r"layer 'fc': Ψ is singular \(rank 5 of 12; 5 samples\)"):
+        metric = linalg.metric(samples.T @ samples / 5, name="layer 'fc'", samples=5)
+    assert 0 < metric.damping < 1e-4
+
+
+def test_dead_columns_need_no_damping():
+    psi = make_moment(6)
+    psi[2] = psi[:, 2] = 0
+    metric = linalg.metric(psi)
+    assert metric.damping == 0 and float(metric.scale[2]) == 0
+
+
+def test_a_damping_that_is_too_small_is_refused_with_a_remedy():
+    psi = torch.ones(4, 4, dtype=torch.float64)
+    with pytest.raises(ProblemError, match="Use damping ≥"):
+        linalg.metric(psi, 0.0)
+
+
+def test_an_indefinite_moment_is_refused():
+    psi = torch.tensor([[1.0, 5.0], [5.0, 1.0]])
+    with pytest.raises(ProblemError, match="not positive semi-definite"):
+        linalg.metric(psi)
+
+
+def test_spectral_norm_is_the_largest_singular_value():
+    matrix = torch.randn(5, 9)
+    torch.testing.assert_close(linalg.spectral_norm(matrix), float(torch.linalg.svdvals(matrix.double())[0]))
