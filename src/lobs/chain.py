@@ -49,6 +49,9 @@ def links(
     """
     if example is None:
         raise NotAChainError("the network is called with keyword arguments")
+    alone = as_layer("model", model)
+    if alone is not None:  # tracing looks inside a bare layer
+        return [Link("model", *_layer_gains(alone, example.shape, (dense or {}).get("model")), errors.get("model", 0.0))]
     found: list[Link] = []
     try:
         for node, shape in _steps(model, example):

@@ -22,7 +22,7 @@ from lobs.errors import UnsupportedLayerError
 # Patches are formed in pieces this large, so that memory does not grow with the batch or the image, and so that each
 # float32 product sums few enough terms to keep six digits; pieces are then added in float64.
 _PIECE_ELEMENTS = 2**21
-_PIECE_ROWS = 2**14
+_PIECE_ROWS = 2**13
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,12 +46,20 @@ class Metric:
         return torch.where(mask, out, 0.0)
 
 
-def metric(moment: Tensor, damping: float | None = None, *, name: str = "layer", samples: int | None = None) -> Metric:
+def metric(
+    moment: Tensor,
+    damping: float | None = None,
+    *,
+    first: float = 0.0,
+    name: str = "layer",
+    samples: int | None = None,
+) -> Metric:
     """Equilibrate and invert Ψ + λI.
 
     `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined; otherwise the smallest of
-    (1e-6, 1e-5, …) × mean(diag Ψ) that makes it so, announced by a `NumericalWarning`. Dead columns (Ψ_qq = 0) need no
-    damping: they get scale 0, so deleting them costs exactly nothing. Costs d³ flops and three d×d float64 matrices.
+    (1e-6, 1e-5, …) × mean(diag Ψ), and not less than `first`, that makes it so, announced by a `NumericalWarning`. Dead
+    columns (Ψ_qq = 0) need no damping: they get scale 0, so deleting them costs exactly nothing. Costs d³ flops and three
+    d×d float64 matrices.
     """
     psi = moment.to(torch.float64)
     size = float(psi.diagonal().mean())
@@ -64,7 +72,7 @@ def metric(moment: Tensor, damping: float | None = None, *, name: str = "layer",
             )
         return found
     for step in (0.0, *_LADDER):
-        found = _try(psi, step * size)
+        found = _try(psi, max(step * size, first) if step > 0 else 0.0)
         if found is not None and found.independence >= _LEAST_INDEPENDENT:
             if step > 0:
                 warnings.warn(_helped(psi, found.damping, name, samples), NumericalWarning, stacklevel=3)

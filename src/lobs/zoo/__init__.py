@@ -29,7 +29,7 @@ class Entry:
 ZOO: dict[str, Entry] = {
     "lenet300": Entry(
         build=LeNet300,
-        recipe=Recipe(epochs=15, learning_rate=0.05, batch_size=128, weight_decay=1e-3),
+        recipe=Recipe(epochs=12, learning_rate=0.05, batch_size=64, weight_decay=5e-4, input_dropout=0.2),
         paper_kept={"fc1": 0.067, "fc2": 0.20, "fc3": 0.65},
         title="LeNet-300-100",
     ),

@@ -1,0 +1,54 @@
+"""What does calibration cost? LeNet-5 on MNIST, against the plain forward pass and the bare matrix products.
+
+    python -m benchmarks.calibration_cost [--images 10000]
+
+The bare products are YᵀY in full, float32, for each layer, on operands of the size that calibration sees, in pieces of the
+same number of rows: what any implementation must pay that does not use symmetry.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.timing import best_of
+from lobs import collect, zoo
+from lobs.calibrate import call, evaluating
+from lobs.data import mnist
+
+PIECE = 4096
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=10_000)
+    images = parser.parse_args().images
+    model = zoo.trained("lenet5")
+    batches = mnist.load("train").batches(500, images)
+
+    def forward() -> None:
+        with evaluating(model):
+            for batch in batches:
+                call(model, batch)
+
+    calibration = collect(model, batches)
+    sizes = {name: (m.count, m.moment.shape[-1]) for name, m in calibration.items()}
+    pieces = {name: torch.randn(PIECE, d) for name, (_, d) in sizes.items()}
+
+    def products() -> None:
+        for name, (n, _) in sizes.items():
+            y = pieces[name]
+            for _ in range(-(-n // PIECE)):
+                y.T @ y
+
+    plain, bare = best_of(3, forward), best_of(3, products)
+    cost = best_of(3, lambda: collect(model, batches))
+    print(f"LeNet-5, {images:,} images: forward {plain:.2f} s, bare products {bare:.2f} s, calibration {cost:.2f} s")
+    for name, (n, d) in sizes.items():
+        print(f"  {name}: {n:,} vectors of {d} (bias included)")
+    print(f"  calibration is {cost / (plain + bare):.2f}× forward plus products (promised: at most 2.5×)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""One HTML file that shows what pruning did: no network needed to read it, nothing beside it to lose."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lobs.errors import FileError, LobsError
+
+if TYPE_CHECKING:
+    from lobs.result import Pruning
+
+__all__ = ["Run", "write_report"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One method's result, as a report shows it.
+
+    `error_before` and `error_after` are the dense and the pruned network's test errors, in the unit that `metric` names.
+    """
+
+    label: str
+    pruning: Pruning
+    error_before: float | None = None
+    error_after: float | None = None
+    metric: str = "test error (%)"
+
+
+def write_report(
+    path: str | os.PathLike[str], runs: Sequence[Run], *, title: str, command: str, seed: int | None = None
+) -> Path:
+    """Write a self-contained page about one or more runs, atomically.
+
+    Args:
+        path: the file to write; its folder must exist.
+        runs: the first is the main one, the others are what it is compared with.
+        title: the page's heading.
+        command: what to type to get these numbers again.
+        seed: shown beside the command, where one was used.
+    """
+    if not runs:
+        raise LobsError("a report needs at least one run.")
+    from lobs.report.page import render  # plotly and jinja2 take their time, and only a report needs them
+
+    target, partial = Path(path), None
+    # Command lines may hold bytes that are not UTF-8; they are shown escaped rather than losing the page.
+    content = render(runs, title=title, command=command, seed=seed).encode("utf-8", errors="backslashreplace")
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+            partial = Path(file.name)
+            file.write(content)
+        partial.chmod(0o644)
+        partial.replace(target)
+    except OSError as error:
+        raise FileError(f"cannot write '{target}': {error.strerror}.") from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+    return target

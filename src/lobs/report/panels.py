@@ -1,0 +1,106 @@
+"""Figures about one layer each: how sensitive its weights are, and the error at every count with the cut marked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lobs.problem import Solution
+from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive, shown
+from lobs.report.words import number, percent
+from lobs.result import Histogram
+
+if TYPE_CHECKING:
+    from lobs.report import Run
+
+HEIGHT = 270
+
+
+def sensitivity(histogram: Histogram | None) -> Figure | None:
+    """Steps: percent of a layer's weights by their sensitivity, on a logarithmic axis."""
+    if histogram is None or not histogram.counts:
+        return None
+    total = sum(histogram.counts) + histogram.zeros
+    ends = [10**edge for edge in histogram.edges]
+    spans = zip(ends, ends[1:], histogram.counts, strict=False)
+    steps = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": ends,
+        "y": [*(round(100 * count / total, 3) for count in histogram.counts), 0.0],
+        "hovertext": [f"{number(a, 2)} to {number(b, 2)}<br>{count:,} weights" for a, b, count in spans],
+        "fill": "tozeroy",
+        "line": {"color": COLOURS[0], "width": 1.5, "shape": "hv"},
+    }
+    x = axis("sensitivity", type="log", range=[histogram.edges[0], histogram.edges[-1]])
+    return figure([steps], HEIGHT, x, axis("weights (%)", rangemode="tozero"))
+
+
+def sensitivity_note(histogram: Histogram, share: float = 0.9) -> str:
+    """In words: below which sensitivity most weights lie, and how many have none at all."""
+    total = sum(histogram.counts) + histogram.zeros
+    reached = zip(histogram.edges, accumulate(histogram.counts, initial=histogram.zeros), strict=True)
+    edge = next(edge for edge, count in reached if count >= share * total)
+    zeros = f" {histogram.zeros:,} ({percent(histogram.zeros / total)}) have none." if histogram.zeros else ""
+    return f"{100 * share:g}\u202f% of the weights lie below {number(10**edge, 2)}.{zeros}"
+
+
+def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
+    """Lines: relative error against percent removed, for solvers that know it; marks: where each run stopped."""
+    found = [(index, run, run.pruning.solutions[name]) for index, run in enumerate(runs) if name in run.pruning.solutions]
+    lines = [_line(index, s, s.curve) for index, _, s in found if s.curve is not None and s.energy > 0]
+    if not lines:
+        return None
+    cuts = [_cut(index, run.label, solution) for index, run, solution in found]
+    y = axis("relative error", type="log", range=_range(lines, cuts))
+    return figure(lines + cuts[::-1], HEIGHT, axis("weights removed (%)", range=[-2, 102]), y)
+
+
+def thin(curve: Tensor, cut: int, points: int = 400) -> list[int]:
+    """Counts at which to draw a curve: evenly along the line as it is drawn, logarithm upwards, ends and cut included.
+
+    Even steps in the count alone would jump over the steep ends, where a few weights change the error by decades.
+    """
+    values = torch.nan_to_num(curve.detach().cpu().to(torch.float64))
+    if len(values) <= points:
+        return list(range(len(values)))
+    # Ten decades of E below the top are five of the relative error; what lies deeper is rounding noise.
+    climb = values.clamp_min(max(float(values.max()) * 1e-10, 1e-300)).log10().diff().abs()
+    along = (climb / climb.sum().clamp_min(1e-300) + 1 / len(climb)).cumsum(0)
+    marks = torch.searchsorted(along, torch.linspace(0, float(along[-1]), points - 3, dtype=along.dtype)) + 1
+    return sorted({*marks.clamp_max(len(climb)).tolist(), 0, len(climb), cut})
+
+
+def _line(index: int, solution: Solution, curve: Tensor) -> dict[str, Any]:
+    counts = thin(curve, solution.removed)
+    errors = [math.sqrt(max(error, 0.0) / solution.energy) for error in curve[counts].tolist()]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [round(_removed(count, solution), 3) for count in counts],
+        "y": [positive(float(f"{error:.5g}")) for error in errors],  # more digits than a screen shows only make the file large
+        "line": {"color": COLOURS[index % len(COLOURS)], "width": 2},
+    }
+
+
+def _cut(index: int, label: str, solution: Solution) -> dict[str, Any]:
+    error = solution.relative_error
+    hover = f"{shown(label)}<br>{solution.removed:,} of {solution.prunable:,} removed<br>relative error {number(error)}"
+    return mark(index, [_removed(solution.removed, solution)], [positive(error)], [hover])
+
+
+def _removed(count: int, solution: Solution) -> float:
+    return 100 * count / max(solution.prunable, 1)
+
+
+def _range(lines: Sequence[dict[str, Any]], cuts: Sequence[dict[str, Any]]) -> list[float]:
+    """From a hundredth of a percent, or from well below the lowest cut if that is lower, to the highest point."""
+    dots = [y for trace in cuts for y in trace["y"] if y]
+    values = dots + [y for trace in lines for y in trace["y"] if y] or [0.1, 1.0]
+    low = max(min(values), min([1e-4, *(dot / 10 for dot in dots)]))
+    return [math.log10(low) - 0.1, math.log10(max(values)) + 0.25]

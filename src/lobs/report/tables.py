@@ -1,0 +1,85 @@
+"""The headline, the settings and the environment, as rows of text."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy
+import torch
+
+import lobs
+from lobs.report.words import fixed, number, percent
+from lobs.result import Pruning
+
+if TYPE_CHECKING:
+    from lobs.report import Run
+
+
+class Column(NamedTuple):
+    """A heading, the numbers that are compared (lower is better), and how they read; one per run."""
+
+    heading: str
+    values: list[float | None]
+    texts: list[str]
+
+    def best(self, index: int) -> bool:
+        """Is this run's number the lowest? Not where all are alike."""
+        known = {value for value in self.values if value is not None and math.isfinite(value)}
+        return len(known) > 1 and self.values[index] == min(known)
+
+
+def headline(runs: Sequence[Run]) -> list[Column]:
+    """What to compare runs by."""
+    results = [run.pruning for run in runs]
+    kept = [f"{x.kept:,} ({percent(kept_fraction(x))})" for x in results]
+    measured, bound = [x.certificate.measured for x in results], [x.certificate.bound for x in results]
+    errors = [total_error(x) for x in results]
+    tested = any(run.error_before is not None or run.error_after is not None for run in runs)
+    return [
+        Column("weights kept", [kept_fraction(x) for x in results], kept),
+        *([_tests(runs)] if tested else []),
+        Column("layer error Σ E", [*errors], [number(x) for x in errors]),
+        Column("measured change", measured, [number(x) for x in measured]),
+        Column("guaranteed bound", bound, [number(x) for x in bound]),
+        Column("seconds", [x.seconds for x in results], [fixed(x.seconds) for x in results]),
+    ]
+
+
+def _tests(runs: Sequence[Run]) -> Column:
+    """Test errors. Runs that measure different things say what, and are not compared."""
+    texts = [f"{fixed(run.error_before)} → {fixed(run.error_after)}" for run in runs]
+    if len({run.metric for run in runs}) == 1:
+        return Column(runs[0].metric, [run.error_after for run in runs], texts)
+    return Column("test", [None] * len(runs), [f"{text} {run.metric}" for text, run in zip(texts, runs, strict=True)])
+
+
+def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Every setting by name: one value where all runs agree, else one a run."""
+    names = dict.fromkeys(key for run in runs for key in run.pruning.settings)
+    rows = {name: [str(run.pruning.settings.get(name, "–")) for run in runs] for name in names}
+    return {name: values if len(set(values)) > 1 else values[:1] for name, values in rows.items()}
+
+
+def environment() -> dict[str, str]:
+    """What the numbers may depend on, and nothing that tells whose machine it was."""
+    return {
+        "lobs": lobs.__version__,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def kept_fraction(pruning: Pruning) -> float:
+    """Kept weights over all weights."""
+    return pruning.kept / pruning.total if pruning.total else 1.0
+
+
+def total_error(pruning: Pruning) -> float:
+    """E summed over the layers."""
+    return sum(layer.error for layer in pruning.layers)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from lobs.cli import app
+
+USER_CODE = """
+import torch
+from torch import nn
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(200, 10)
+    with torch.no_grad():
+        y = model(x).argmax(1)
+    return model, [x[:100], x[100:]], lambda net: 100 * float((net(x).argmax(1) != y).float().mean())
+
+def silent():
+    return network()[:2]
+
+def wrong():
+    return 5
+"""
+
+
+def run(*args, cwd=None):
+    """The command in a process of its own, as a user runs it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lobs", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def invoke(*args):
+    """The command in this process: faster, and shows exceptions."""
+    return CliRunner().invoke(app, list(map(str, args)), catch_exceptions=False)
+
+
+def as_json(*args):
+    result = invoke(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_help_is_quick_and_does_not_import_torch():
+    began = time.monotonic()
+    code, out, _ = run("--help")
+    assert code == 0 and "demo" in out
+    assert time.monotonic() - began < 30  # a hang guard; the measured time stands in the docs
+    probe = "import sys; sys.argv = ['lobs', '--help']\ntry:\n    import lobs.cli; lobs.cli.main()\nexcept SystemExit: pass\n"
+    check = f"{probe}assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "eval", "inspect", "prune", "sweep", "verify"])
+def test_every_command_teaches_with_an_example(command):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0 and "xample" in result.output and "--json" in result.output
+
+
+def test_prune_eval_and_verify_a_zoo_network(tmp_path):
+    out, report = tmp_path / "small.safetensors", tmp_path / "report.html"
+    done = as_json(
+        "prune", "lenet300", "--keep", "fc1=6.7%,fc2=20%,fc3=0.65", "--samples", 2000, "--out", out, "--report", report
+    )
+    assert done["kept"] == 22_408 and done["after"] < done["before"] + 1 and report.stat().st_size > 10_000
+    evaluated = as_json("eval", out)
+    assert evaluated["value"] == done["after"] and evaluated["nonzero"] <= 22_408 + 410
+    verified = as_json("verify", out)
+    assert verified["holds"] and len(verified["findings"]) == 10
+
+
+def test_a_users_own_network_from_the_shell(tmp_path):
+    (tmp_path / "mycode.py").write_text(USER_CODE)
+    code, out, err = run("prune", "mycode:network", "--epsilon", "0.1", "--relative", "--out", "x.safetensors", cwd=tmp_path)
+    assert code == 0, err
+    assert "evaluate()" in out and (tmp_path / "x.safetensors").is_file()
+    code, out, err = run("verify", "x.safetensors", cwd=tmp_path)
+    assert code == 0 and "everything holds" in out, out + err
+    code, out, _ = run("prune", "mycode:silent", "--keep", "50%", cwd=tmp_path)
+    assert code == 0 and "not saved" in out
+
+
+def test_sweep_writes_csv_and_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = as_json("sweep", "lenet300", "--samples", 1000, "--points", 6, "--solver", "magnitude", "--out", tmp_path / "s")
+    assert len(done["points"]) == 6 and done["inflection"] is not None
+    lines = (tmp_path / "s" / "sweep.csv").read_text().splitlines()
+    assert len(lines) == 7 and lines[0].startswith("asked,kept_fraction")
+    assert (tmp_path / "s" / "sweep.png").stat().st_size > 5_000
+
+
+def test_inspect_lists_layers_and_quantiles():
+    done = as_json("inspect", "lenet5", "--samples", 200)
+    assert [row["name"] for row in done["layers"]] == ["conv1", "conv2", "fc1", "fc2"]
+    quantiles = list(done["layers"][0]["sensitivity_quantiles"].values())
+    assert quantiles == sorted(quantiles) and quantiles[0] >= 0
+
+
+def test_train_writes_a_checkpoint_that_eval_reads(tmp_path):
+    done = as_json("train", "lenet300", "--epochs", 1, "--seed", 3, "--out", tmp_path / "mine.safetensors")
+    assert done["test_error"] < 10 and as_json("eval", tmp_path / "mine.safetensors")["value"] == done["test_error"]
+
+
+def test_demo_ends_in_a_table_a_report_and_a_network(tmp_path):
+    result = invoke("demo", "--out", tmp_path / "d", "--samples", 2000)
+    assert result.exit_code == 0
+    assert all(word in result.output for word in ("L-OBS as published", "magnitude", "exact", "report.html"))
+    assert invoke("verify", tmp_path / "d" / "lenet300-7pct.safetensors").exit_code == 0
+
+
+def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
+    import torch
+
+    import lobs
+
+    out = tmp_path / "small.safetensors"
+    as_json("prune", "lenet300", "--keep", "20%", "--samples", 500, "--solver", "magnitude", "--out", out)
+    saved = lobs.load(out)
+    state = dict(saved.state_dict)
+    state["fc1.weight"] = state["fc1.weight"] + torch.full_like(state["fc1.weight"], 1e-3) * ~saved.masks["fc1.weight"]
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(out, "pt") as file:
+        header = file.metadata()
+    save_file(state, out, metadata=header)
+    code, _, err = run("verify", out)
+    assert code == 1 and "error:" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["prune", "lenet300"], "give exactly one of --keep, --sparsity, --epsilon"),
+        (["prune", "lenet300", "--keep", "7%", "--epsilon", "1"], "give exactly one"),
+        (["prune", "lenet300", "--keep", "much"], "is not a number"),
+        (["prune", "lenet300", "--keep", "170%"], "between 0 and 1"),
+        (["prune", "nonsense", "--keep", "7%"], "neither a zoo network"),
+        (["prune", "no_such_module:f", "--keep", "7%"], "cannot import"),
+        (["prune", "mycode:nothing", "--keep", "7%"], "has no 'nothing'"),
+        (["prune", "mycode:wrong", "--keep", "7%"], "must return (model, batches)"),
+        (["prune", "mycode:network", "--keep", "7%", "--solver", "best"], "unknown solver 'best'"),
+        (["prune", "mycode:network", "--keep", "7%", "--inputs", "odd"], "use 'dense' or 'pruned'"),
+        (["prune", "mycode:network", "--keep", "fc9=7%"], "matches no prunable layer"),
+        (["prune", "mycode:network", "--keep", "7%", "--out", "no/such/x"], "does not exist"),
+        (["sweep", "mycode:silent"], "no evaluate function"),
+        (["eval", "mycode:silent"], "no evaluate function"),
+        (["verify", "missing.safetensors"], "there is no file"),
+        (["verify", "mycode.py"], "not a readable safetensors file"),
+        (["train", "resnet"], "There are: lenet300, lenet5"),
+    ],
+)
+def test_bad_input_is_one_clear_line(args, message, tmp_path, monkeypatch, capsys):
+    from lobs.cli import main
+
+    (tmp_path / "mycode.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lobs", *args])
+    sys.modules.pop("mycode", None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    err = capsys.readouterr().err
+    assert stop.value.code == 1 and message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"mycode.py", "__pycache__"}

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import platform
+import re
+import subprocess
+import sys
+from html import escape
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from plotly.offline import get_plotlyjs
+from torch import nn
+
+import lobs
+from lobs.bounds import Certificate
+from lobs.errors import FileError, LobsError
+from lobs.report import Run, figures, panels, words, write_report
+from lobs.report.tables import environment
+from lobs.result import Histogram
+
+HOSTILE = ['<img src="https://evil.example/x">', "</script><script>alert(1)</script>", "%{x} & <a href='https://evil.example'>"]
+SOLVERS = {"exact": lobs.Exact(backend="torch"), "lobs": "lobs", "magnitude": "magnitude"}
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.b(x + torch.relu(self.a(x)))
+
+
+def run(solver, model=None, **more):
+    torch.manual_seed(1)
+    network = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
+    batches = [torch.randn(40, 6)]
+    result = lobs.prune(network, batches, 0.5, solver=SOLVERS[solver], diagnostics=True, progress=False)
+    return Run(solver, dataclasses.replace(result, **more), 1.66, 1.85)
+
+
+@pytest.fixture(scope="module")
+def three():
+    return [run(solver) for solver in SOLVERS]
+
+
+@pytest.fixture
+def page(tmp_path):
+    def write(runs, **more):
+        given = {"title": "a title", "command": "lobs prune net", **more}
+        return write_report(tmp_path / "report.html", runs, **given).read_text(encoding="utf-8")
+
+    return write
+
+
+def own(text):
+    """The page without plotly's source."""
+    assert text.count(get_plotlyjs()) == 1
+    return text.replace(get_plotlyjs(), "")
+
+
+def drawn(text):
+    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)[1])
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, the text of every table cell, and all text in one."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.cells, self.texts = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_data(self, data):
+        self.texts.append(data)
+        if self.cells:
+            self.cells[-1] += data.strip()
+
+
+def test_the_page_loads_nothing_from_anywhere(three, page):
+    text = own(page(three, seed=0))
+    assert not re.search(r"https?://|@import|url\(", text)
+    for tag, attributes in Reader(text).tags:
+        assert tag not in ("link", "iframe", "img", "object", "embed", "base")
+        assert not {"src", "href", "srcset", "action"} & set(attributes)
+    assert "default-src 'none'" in text
+
+
+def test_hostile_strings_are_text_and_nothing_else(three, page):
+    layers = tuple(dataclasses.replace(layer, name=name) for layer, name in zip(three[0].pruning.layers, HOSTILE, strict=True))
+    solutions = dict(zip(HOSTILE, three[0].pruning.solutions.values(), strict=True))
+    result = dataclasses.replace(three[0].pruning, layers=layers, solutions=solutions, settings={HOSTILE[1]: HOSTILE[0]})
+    text = own(page([Run(HOSTILE[1], result, metric=HOSTILE[0])], title=HOSTILE[1], command=f"lobs {HOSTILE[0]} \udce9"))
+    reader = Reader(text)
+    tags = [tag for tag, _ in reader.tags]
+    assert tags.count("script") == 3
+    assert not {"img", "a"} & set(tags)
+    assert set(HOSTILE) <= set(reader.cells)
+    labels = json.dumps(drawn(text))
+    assert "<img" not in labels
+    assert "<a" not in labels
+    assert "&lt;img" in labels
+
+
+def test_the_numbers_are_those_of_the_pruning(three, page):
+    text = own(page(three))
+    cells = Reader(text).cells
+    for one in three:
+        result, certificate = one.pruning, one.pruning.certificate
+        assert f"{result.kept:,} ({words.percent(result.kept / result.total)})" in cells
+        assert {words.number(certificate.bound), words.number(certificate.measured)} <= set(cells)
+        for layer in result.layers:
+            at = max(i for i in range(len(cells)) if cells[i : i + 2] == [layer.name, "×".join(map(str, layer.shape))])
+            assert [layer.name, str(layer.kept), str(layer.total)] == [cells[at], *cells[at + 2 : at + 4]]
+            assert {words.number(layer.error), words.number(layer.relative_error)} <= set(cells)
+    assert "1.66 → 1.85" in cells
+    shown = drawn(text)
+    marks = {tuple(trace["x"]) for trace in shown["relative"]["data"]}
+    assert marks == {tuple(layer.relative_error for layer in one.pruning.layers) for one in three}
+    bars = [trace["x"] for trace in shown["bounds"]["data"]]
+    assert bars == [[c.measured, c.bound, c.frobenius_bound] for c in (one.pruning.certificate for one in three)]
+    for trace in shown["contributions"]["data"]:
+        assert sum(trace["x"]) == pytest.approx(100)
+
+
+def test_the_best_of_a_column_is_marked_and_equals_are_not(three, page):
+    text = own(page(three))
+    best = re.findall(r"<td class=best><span>(.*?)</span>", text)
+    assert words.number(min(one.pruning.certificate.measured for one in three)) in best
+    assert not any("%" in cell for cell in best)
+    assert "class=best" not in own(page(three[:1]))
+
+
+def test_kept_bars_are_drawn_once_where_all_runs_agree(three):
+    assert [trace["marker"]["color"] for trace in figures.kept(three)["data"]] == [figures.NEUTRAL]
+    fewer = dataclasses.replace(three[1].pruning, layers=tuple(dataclasses.replace(x, kept=1) for x in three[1].pruning.layers))
+    assert len(figures.kept([three[0], Run("fewer", fewer)])["data"]) == 2
+    assert figures.kept(three[:1])["data"][0]["marker"]["color"] == figures.COLOURS[0]
+
+
+def test_cuts_lie_where_pruning_stopped(three):
+    for name, solution in three[0].pruning.solutions.items():
+        line, *cuts = panels.error_curve(name, three)["data"]
+        at = line["x"].index(round(100 * solution.removed / solution.prunable, 3))
+        assert line["y"][at] == pytest.approx(solution.relative_error, rel=1e-3)
+        places = [(100 * s.removed / s.prunable, s.relative_error) for s in (r.pruning.solutions[name] for r in three[::-1])]
+        assert [(cut["x"][0], cut["y"][0]) for cut in cuts] == places
+
+
+@pytest.mark.parametrize("cut", [0, 1, 117_777, 234_999, 235_000])
+def test_a_long_curve_is_thinned_but_keeps_its_ends_its_cut_and_its_shape(cut):
+    curve = torch.linspace(0, 1, 235_001, dtype=torch.float64).pow(9)
+    counts = panels.thin(curve, cut)
+    assert {0, cut, 235_000} <= set(counts)
+    assert len(counts) <= 400
+    assert counts == sorted(set(counts))
+    steps = curve[counts].clamp_min(1e-10).log10().diff()
+    assert float(steps.max()) < 0.1
+    assert max(b - a for a, b in itertools.pairwise(counts)) < 235_000 / 150
+
+
+def test_a_run_without_curves_and_histograms_leaves_those_sections_out(page):
+    plain = run("magnitude")
+    layers = tuple(dataclasses.replace(layer, sensitivity=None) for layer in plain.pruning.layers)
+    text = own(page([Run("magnitude", dataclasses.replace(plain.pruning, layers=layers))]))
+    assert set(drawn(text)) == {"kept", "relative", "bounds", "contributions"}
+    assert "How much each weight matters" not in text
+    assert "What more pruning would cost" not in text
+    assert "test error" not in text
+
+
+def test_a_refused_certificate_is_explained_in_words(page):
+    refused = run("exact", Residual())
+    certificate = refused.pruning.certificate
+    assert certificate.bound is None
+    text = own(page([refused]))
+    said = " ".join("".join(Reader(text).texts).split())
+    assert certificate.reason in said
+    assert f"The output moved on the calibration samples by {words.number(certificate.measured)}." in said
+    assert "bounds" not in drawn(text)
+
+
+def test_a_sensitivity_histogram_holds_every_weight(three):
+    for layer in three[0].pruning.layers:
+        (trace,) = panels.sensitivity(layer.sensitivity)["data"]
+        assert sum(trace["y"]) + 100 * layer.sensitivity.zeros / layer.total == pytest.approx(100, abs=0.1)
+    assert panels.sensitivity(Histogram((), (), 12)) is None
+    assert panels.sensitivity_note(Histogram((-3.0, -2.0, -1.0), (90, 10), 0)).endswith("of the weights lie below 0.01.")
+    assert "50 (50.00\u202f%) have none" in panels.sensitivity_note(Histogram((-3.0, -2.0, -1.0), (45, 5), 50))
+
+
+def test_numbers_that_are_not_finite_do_not_break_the_page(three, page):
+    odd = [math.nan, math.inf, 0.0]
+    rows = zip(three[0].pruning.layers, odd, strict=True)
+    layers = tuple(dataclasses.replace(layer, error=x, relative_error=x) for layer, x in rows)
+    certificate = Certificate(math.inf, math.nan, 0.0, {layer.name: math.nan for layer in layers})
+    result = dataclasses.replace(three[0].pruning, layers=layers, certificate=certificate, seconds=math.nan)
+    text = own(page([Run("odd", result, math.nan, math.inf), three[1]]))
+    assert {"NaN", "∞"} <= set(Reader(text).cells)
+    assert drawn(text)["bounds"]["data"][0]["x"] == [None, None, None]
+
+
+def test_plotly_accepts_every_figure(three, page):
+    go = pytest.importorskip("plotly.graph_objects")
+    for figure in drawn(page(three)).values():
+        go.Figure(figure)
+
+
+def test_many_layers_are_chosen_from_a_list(page):
+    deep = nn.Sequential(*(nn.Linear(6, 6) for _ in range(8)))
+    tags = Reader(own(page([run("exact", deep)]))).tags
+    assert [tag for tag, _ in tags].count("select") == 2
+    shown = [a for tag, a in tags if tag == "figure" and "data-panel" in a and "hidden" not in a]
+    assert [a["data-panel"] for a in shown] == ["sensitivity-0", "curve-0"]
+
+
+def test_shares_of_the_bound_show_the_layers_that_matter(three):
+    result = three[0].pruning
+    layers = tuple(dataclasses.replace(result.layers[0], name=f"l{i}") for i in range(20))
+    certificate = Certificate(210.0, 210.0, 1.0, {f"l{i}": i + 1.0 for i in range(20)})
+    figure = figures.contributions([Run("deep", dataclasses.replace(result, layers=layers, certificate=certificate))])
+    assert figure["layout"]["yaxis"]["ticktext"] == [f"l{i}" for i in range(8, 20)]
+    assert figure["data"][0]["x"] == [pytest.approx((i + 1) / 2.1) for i in range(8, 20)]
+
+
+def test_names_are_cut_to_what_tells_them_apart():
+    names = [f"backbone.stage_1.block_{i}.convolution_of_some_kind" for i in range(3)]
+    assert words.short_names([*names, "head"]) == ["…block_0…", "…block_1…", "…block_2…", "head"]
+    assert words.short_names(["x" * 40]) == ["…" + "x" * 23]
+    # One name's parts may be nothing but what is shared.
+    same = words.short_names(["a" * 20 + ".weights", "a" * 20 + ".b.weights"])
+    assert len(set(same)) == 2
+    assert all(len(name) <= 24 for name in same)
+
+
+def test_the_page_says_how_to_do_it_again_and_not_where_it_was_done(three, page):
+    text = own(page(three, command="lobs prune 'my net' && true", seed=7))
+    assert escape("lobs prune 'my net' && true").replace("&#x27;", "&#39;") in text
+    assert re.search(r"<dt>seed</dt><dd>7</dd>", text)
+    assert {"lobs", "torch", "numpy", "python", "platform", "threads"} == set(environment())
+    said = " ".join(environment().values())
+    assert "/" not in said
+    assert not platform.node() or platform.node() not in said
+
+
+def test_the_file_appears_whole_or_not_at_all(three, tmp_path, monkeypatch):
+    target = tmp_path / "report.html"
+    target.write_text("before")
+
+    def fail(self, target):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", fail)
+        with pytest.raises(FileError, match=r"cannot write '.*report.html': No space left on device\."):
+            write_report(target, three[:1], title="t", command="c")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert target.read_text() == "before"
+    assert write_report(str(target), three[:1], title="t", command="c") == target
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_missing_folder_is_named(three, tmp_path):
+    with pytest.raises(FileError, match=r"cannot write '.*nowhere.report\.html': No such file or directory\."):
+        write_report(tmp_path / "nowhere" / "report.html", three[:1], title="t", command="c")
+
+
+def test_a_folder_is_not_overwritten(three, tmp_path):
+    with pytest.raises(FileError, match="cannot write"):
+        write_report(tmp_path, three[:1], title="t", command="c")
+
+
+def test_no_runs_are_refused(tmp_path):
+    with pytest.raises(LobsError, match="at least one run"):
+        write_report(tmp_path / "report.html", [], title="t", command="c")
+
+
+def test_importing_the_report_does_not_import_plotly_or_torch():
+    code = "import sys, lobs.report; sys.exit(any(name in sys.modules for name in ('plotly', 'jinja2', 'torch')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+from lobs.errors import UnsupportedLayerError
+from lobs.layers import Conv2dLayer, LinearLayer, find_layers
+
+CONVOLUTIONS = {
+    "plain": {},
+    "stride": {"stride": (2, 3)},
+    "padding": {"padding": (1, 2)},
+    "dilation": {"dilation": (2, 1), "padding": 2},
+    "same": {"padding": "same"},
+    "same, even kernel": {"padding": "same", "kernel_size": (4, 2)},
+    "same, dilated": {"padding": "same", "dilation": 2},
+    "valid": {"padding": "valid"},
+    "reflect": {"padding": 2, "padding_mode": "reflect"},
+    "replicate": {"padding": (2, 1), "padding_mode": "replicate"},
+    "circular": {"padding": (1, 2), "padding_mode": "circular"},
+    "groups": {"groups": 2},
+    "groups, strided and padded": {"groups": 2, "stride": 2, "padding": 1},
+    "depthwise": {"groups": 4, "out_channels": 8},
+    "no bias": {"bias": False},
+    "1x1": {"kernel_size": 1},
+}
+
+
+def convolution(**settings):
+    settings = {"in_channels": 4, "out_channels": 6, "kernel_size": (3, 2)} | settings
+    return nn.Conv2d(**settings).double()
+
+
+def by_matrix(layer, x):
+    """The layer's output, computed as its matrix times its patches: (groups, rows, n)."""
+    patches = torch.cat(list(layer.patches(x)), dim=1)
+    matrix = layer.matrix()
+    if layer.bias is not None:
+        patches = torch.cat([patches, torch.ones_like(patches[..., :1])], dim=-1)
+    return matrix @ patches.mT
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolution_is_linear_on_its_patches(kind, monkeypatch):
+    conv = convolution(**CONVOLUTIONS[kind])
+    layer = Conv2dLayer("conv", conv)
+    x = torch.randn(5, 4, 9, 8, dtype=torch.float64)
+    expected = conv(x).transpose(0, 1).reshape(layer.groups, layer.rows, -1)
+    for elements in (2**21, 1000, 1):  # whole batches, some images, single lines at a time
+        monkeypatch.setattr("lobs.layers._PIECE_ELEMENTS", elements)
+        pieces = by_matrix(layer, x)
+        if elements == 1:  # line by line, images outermost: same order
+            assert len(list(layer.patches(x))) >= len(x)
+        torch.testing.assert_close(pieces, expected)
+
+
+def test_patch_order_is_that_of_the_flattened_kernel():
+    conv = convolution()
+    patches = torch.cat(list(Conv2dLayer("conv", conv).patches(x := torch.randn(1, 4, 9, 8).double())), dim=1)
+    torch.testing.assert_close(patches[0], F.unfold(x, (3, 2))[0].T)
+
+
+def test_unbatched_image_is_a_batch_of_one():
+    layer = Conv2dLayer("conv", convolution())
+    x = torch.randn(4, 9, 8).double()
+    torch.testing.assert_close(next(layer.patches(x)), next(layer.patches(x.unsqueeze(0))))
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 1, 3, 7)])
+def test_linear_takes_any_leading_shape(shape):
+    linear = nn.Linear(7, 5).double()
+    x = torch.randn(shape).double()
+    torch.testing.assert_close(by_matrix(LinearLayer("fc", linear), x)[0].T, linear(x).reshape(-1, 5))
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_write_is_the_inverse_of_matrix(kind):
+    source, target = convolution(**CONVOLUTIONS[kind]), convolution(**CONVOLUTIONS[kind])
+    Conv2dLayer("b", target).write(Conv2dLayer("a", source).matrix())
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+def test_matrix_is_a_copy():
+    linear = nn.Linear(3, 2, bias=False)
+    LinearLayer("fc", linear).matrix().zero_()
+    assert bool((linear.weight != 0).any())
+
+
+def test_layers_are_chosen_by_name_and_glob():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    assert [x.name for x in find_layers(model)] == ["0", "2.0", "2.1"]
+    assert [x.name for x in find_layers(model, "2.*")] == ["2.0", "2.1"]
+    assert [x.name for x in find_layers(model, skip=["0", "2.1"])] == ["2.0"]
+    assert [x.name for x in find_layers(nn.Linear(2, 2))] == ["model"]
+    with pytest.raises(UnsupportedLayerError, match="'nope', which matches no prunable layer"):
+        find_layers(model, "nope")
+    with pytest.raises(UnsupportedLayerError, match="no layer to prune"):
+        find_layers(nn.ReLU())
+
+
+def test_tied_weights_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    with pytest.raises(UnsupportedLayerError, match=r"shared by 0.weight, 1.weight"):
+        find_layers(model)
+
+
+def test_parametrised_weights_are_refused():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    with pytest.raises(UnsupportedLayerError, match="parametrised"):
+        find_layers(model)
+
+
+def test_weights_under_torch_prune_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3))
+    prune.l1_unstructured(model[0], "weight", 2)
+    with pytest.raises(UnsupportedLayerError, match=r"prune\.remove"):
+        find_layers(model)
+
+
+def test_meta_and_lazy_weights_are_refused():
+    with pytest.raises(UnsupportedLayerError, match="meta device"):
+        find_layers(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(UnsupportedLayerError, match="no shape yet"):
+        find_layers(nn.LazyLinear(2))

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lobs
+from lobs.verify import verify_errors, verify_masks
+
+
+@pytest.mark.parametrize("inputs", ["dense", "pruned"])
+def test_a_fresh_result_holds(tmp_path, inputs):
+    model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = [torch.randn(100, 10)]
+    result = lobs.prune(model, x, 0.6, inputs=inputs, progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    findings = verify_masks(saved) + verify_errors(saved, model, result.model, x)
+    assert len(findings) == 6 and all(f.holds for f in findings)
+
+
+def test_revived_weights_are_counted(tmp_path):
+    model = nn.Sequential(nn.Linear(10, 8))
+    result = lobs.prune(model, [torch.randn(50, 10)], 0.5, progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    trained = copy.deepcopy(result.model)
+    with torch.no_grad():
+        trained[0].weight[~result.masks["0.weight"]] += torch.tensor([1.0] * 3 + [0.0] * 37)
+    (finding, *_) = verify_masks(saved, trained)
+    assert not finding.holds and "3 removed weights are not zero" in finding.detail
+
+
+def test_another_dense_network_is_noticed(tmp_path):
+    model, other = nn.Sequential(nn.Linear(10, 8)), nn.Sequential(nn.Linear(10, 8))
+    x = [torch.randn(50, 10)]
+    result = lobs.prune(model, x, 0.5, progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    assert not verify_errors(saved, other, result.model, x)[0].holds
