@@ -50,7 +50,8 @@ def shown(enabled: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        bars.stop()
+        if bars.live.is_started:  # stopping what never started would print an empty line
+            bars.stop()
         _display.reset(token)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs import SOLVERS, Problem, Refine, solve
+from lobs import LOBS, SOLVERS, LobsError, Problem, Refine, solve
 from tests import naive
 from tests.conftest import make_moment
 from tests.laws import LAWS
@@ -118,3 +118,13 @@ def test_random_repeats_with_its_seed_and_differs_with_another():
     problem = Problem(torch.randn(5, 12), make_moment(12))
     same = [solve(problem, Scored("random", seed=s), 0.5).mask for s in (3, 3, 4)]
     assert torch.equal(same[0], same[1]) and not torch.equal(same[0], same[2])
+
+
+def test_lobs_damps_a_singular_moment_by_one_over_alpha():
+    samples = torch.randn(5, 12, dtype=torch.float64)
+    problem = Problem(torch.randn(3, 12), samples.T @ samples / 5)
+    assert solve(problem, "lobs", 0.5).damping == 1e-4
+    assert solve(problem, LOBS(alpha=1e3), 0.5).damping == 1e-3
+    assert solve(Problem(torch.randn(3, 12), make_moment(12)), "lobs", 0.5).damping == 0
+    with pytest.raises(LobsError, match="must be positive"):
+        LOBS(alpha=0)

@@ -46,7 +46,7 @@ def demo(
     report = write_report(
         target_folder / "report.html", runs[::-1], title="LeNet-300-100 at 7 % of its weights", command=command_line()
     )
-    network = best.pruning.save(target_folder / "lenet300-7pct.safetensors", network="lenet300", origin="lenet300")
+    network = best.pruning.save(target_folder / "lenet300-7pct.safetensors", **subject.provenance())
     if json:
         rows = [{"method": r.label, "error_before": before, "error_after": r.error_after, **r.pruning.record()} for r in runs]
         print_json({"runs": rows, "report": str(report), "network": str(network)})

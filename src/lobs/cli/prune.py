@@ -76,7 +76,7 @@ def prune(
             diagnostics=report is not None,
         )
     after = subject.score(result.model)
-    written = _write(result, subject, solver, before, after, samples, out, report)
+    written = _write(result, subject, solver, before, after, out, report)
     if json:
         print_json({"metric": subject.metric, "before": before, "after": after, **result.record(), **written})
         return
@@ -105,24 +105,14 @@ def _write(
     solver: str,
     before: float | None,
     after: float | None,
-    samples: int | None,
     out: Path | None,
     report: Path | None,
 ) -> dict[str, str]:
-    from lobs.cli.subject import weights_hash
     from lobs.report import Run, write_report
 
     written = {}
     if out is not None:
-        extra = {
-            "network": subject.network,
-            "origin": subject.origin,
-            "origin_weights": weights_hash(subject.model),
-            "calibration_limit": samples,
-            "before": before,
-            "after": after,
-        }
-        written["network"] = str(result.save(out, **extra))
+        written["network"] = str(result.save(out, **subject.provenance(), before=before, after=after))
     if report is not None:
         run = Run(solver, result, before, after, subject.metric)
         written["report"] = str(write_report(report, [run], title=subject.title, command=command_line()))

@@ -34,11 +34,20 @@ class Subject:
     batches: Iterable[Any]
     evaluate: Callable[[nn.Module], float] | None
     metric: str
-    saved: checkpoint.Checkpoint | None = None
+    samples: int | None = None
 
     def score(self, model: nn.Module) -> float | None:
         """What `evaluate` says of a network, if there is one."""
         return None if self.evaluate is None else float(self.evaluate(model))
+
+    def provenance(self) -> dict[str, Any]:
+        """What a saved result must say so that `lobs verify` can find the dense network and the data again."""
+        return {
+            "network": self.network,
+            "origin": self.origin,
+            "origin_weights": weights_hash(self.model),
+            "calibration_limit": self.samples,
+        }
 
 
 def open_subject(spec: str, samples: int | None = None) -> Subject:
@@ -73,6 +82,7 @@ def _from_zoo(name: str, samples: int | None) -> Subject:
         batches=mnist.load("train").batches(limit=samples),
         evaluate=lambda model: error_rate(model, test),
         metric="test error (%)",
+        samples=samples,
     )
 
 
@@ -89,7 +99,7 @@ def _from_file(path: str, samples: int | None) -> Subject:
         base.model.load_state_dict(saved.state_dict)
     except RuntimeError as error:
         raise FileError(f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}") from error
-    return Subject(path, network, base.title, base.model.eval(), base.batches, base.evaluate, base.metric, saved)
+    return Subject(path, network, base.title, base.model.eval(), base.batches, base.evaluate, base.metric, samples)
 
 
 def _from_function(spec: str, samples: int | None) -> Subject:
@@ -115,6 +125,7 @@ def _from_function(spec: str, samples: int | None) -> Subject:
         batches=batches if samples is None else limit(batches, samples),
         evaluate=rest[0] if rest else None,
         metric="evaluate()",
+        samples=samples,
     )
 
 

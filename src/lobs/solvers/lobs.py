@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lobs import linalg, scores
+from lobs.errors import SolverError
 from lobs.masks import mask_from_order, prunable_positions, removal_order
 from lobs.problem import Problem, Solution, choose_count, finish
 from lobs.targets import Target
@@ -28,9 +29,16 @@ class LOBS:
     alpha: float = 1e4
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise SolverError(f"alpha is {self.alpha:g}: it must be positive; the paper takes 1e4 to 1e8.")
+
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the module."""
-        metrics = [linalg.metric(psi, problem.damping, name=problem.name, samples=problem.samples) for _, psi in problem.groups]
+        metrics = [
+            linalg.metric(psi, problem.damping, first=1 / self.alpha, name=problem.name, samples=problem.samples)
+            for _, psi in problem.groups
+        ]
         sensitivity = torch.stack([scores.obs(w, m) for (w, _), m in zip(problem.groups, metrics, strict=True)])
         shape = tuple(sensitivity.shape)
         free = prunable_positions(shape, problem.protected, sensitivity.device)

@@ -23,9 +23,10 @@ class LeNet300(nn.Sequential):
         )
         # He's initialisation, wide enough to be seen beside trained weights: pixels that are always black keep it for good, and
         # a method that judges by magnitude alone has to cope with that, as on the networks of the time.
-        for layer in (self.fc1, self.fc2, self.fc3):
-            nn.init.kaiming_normal_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        for layer in self.children():
+            if isinstance(layer, nn.Linear):
+                nn.init.kaiming_normal_(layer.weight)
+                nn.init.zeros_(layer.bias)
 
 
 class LeNet5(nn.Sequential):
