@@ -144,8 +144,8 @@ class Solution:
 
     @property
     def losses(self) -> Tensor | None:
-        """What each deletion cost, in order; they sum to `curve[-1]`."""
-        return None if self.curve is None else self.curve.diff()
+        """What each deletion that was made cost, in order; their sum is `curve[removed]`."""
+        return None if self.curve is None else self.curve[: self.removed + 1].diff()
 
 
 @runtime_checkable

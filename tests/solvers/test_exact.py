@@ -31,6 +31,8 @@ def test_sum_of_losses_is_the_recomputed_error(backend, dtype, tolerance, correl
     for fraction in (0.05, 0.5, 0.9, 0.99, 1.0):
         solution = path.solve(Sparsity(fraction))
         assert abs(float(path.curve[solution.removed]) / solution.error - 1) < tolerance
+        assert solution.losses is not None and len(solution.losses) == solution.removed
+        assert abs(float(solution.losses.sum()) / solution.error - 1) < tolerance
 
 
 def test_weights_are_already_optimal_on_their_support():
