@@ -16,7 +16,7 @@ FLOORS = [
     {"problem", "layers"},
     {"scores", "masks", "statistics", "bounds", "checkpoint", "kernels"},
     {"solvers", "calibrate", "chain"},
-    {"result"},
+    {"result", "allocate", "influence"},
     {"pipeline"},
     {"sweep", "verify", "report"},
     {"data"},
@@ -24,7 +24,7 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-MATH_BANK = {"linalg", "targets", "problem", "scores", "masks", "bounds", "kernels", "solvers"}
+MATH_BANK = {"linalg", "targets", "problem", "scores", "masks", "bounds", "kernels", "solvers", "allocate"}
 FLOOR_OF = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

@@ -41,6 +41,10 @@ class Layer(ABC):
     def patches(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the input vectors of one call, as pieces of shape (groups, n, columns)."""
 
+    @abstractmethod
+    def by_unit(self, z: Tensor) -> Tensor:
+        """Sum a tensor of the layer's output shape over samples and positions, giving (groups, rows)."""
+
     @property
     def weight(self) -> Tensor:
         """The module's own weight parameter."""
@@ -101,6 +105,10 @@ class LinearLayer(Layer):
         for start in range(0, len(flat), piece):
             yield flat[start : start + piece].unsqueeze(0)
 
+    def by_unit(self, z: Tensor) -> Tensor:
+        """Output units are the last dimension."""
+        return z.reshape(-1, self.rows).sum(dim=0).unsqueeze(0)
+
 
 class Conv2dLayer(Layer):
     """`nn.Conv2d` with every stride, padding, padding mode, dilation and group count."""
@@ -137,6 +145,10 @@ class Conv2dLayer(Layer):
             for top in range(0, high, lines):
                 piece = by_group[b : b + images, :, :, top : top + lines]
                 yield piece.permute(1, 0, 3, 4, 2, 5, 6).reshape(g, -1, self.columns)
+
+    def by_unit(self, z: Tensor) -> Tensor:
+        """Output units are the channels."""
+        return z.sum(dim=(-2, -1)).reshape(-1, self.groups, self.rows).sum(dim=0)
 
 
 def _padding(conv: nn.Conv2d) -> list[int]:

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from lobs import bounds, chain, linalg, scores
+from lobs.allocate import allocate
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating
 from lobs.errors import CalibrationError, LobsError
+from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
 from lobs.problem import Problem, Solution, Solver
 from lobs.progress import shown, track
 from lobs.result import Histogram, LayerResult, Pruning
-from lobs.solvers import as_solver, solve
+from lobs.solvers import DeletionPath, Exact, as_solver, solve
 from lobs.statistics import Moments
-from lobs.targets import Target, as_target, check_names, for_layer
+from lobs.targets import Sparsity, Target, as_target, check_names, for_layer
 
 Inputs: TypeAlias = Literal["dense", "pruned"]
 
@@ -76,15 +78,20 @@ def prune(
     pruned = copy.deepcopy(model)
     twins = {layer.name: layer for layer in find_layers(pruned, [layer.name for layer in found])}
     job = _Job(wanted, chosen, prune_bias, damping, diagnostics)
+    network_wide = isinstance(wanted, Sparsity) and wanted.scope == "network"
+    if network_wide and not (again and isinstance(chosen, Exact)):
+        raise LobsError("scope='network' needs error curves and two passes: use solver='exact' and a list or DataLoader.")
     with shown(progress):
+        calibration = collect(model, batches, found, progress=progress)
+        if network_wide:
+            job.share_out(found, dense, calibration, output_influence(model, batches, found))
         if inputs == "dense":
-            calibration = collect(model, batches, found, progress=progress)
             with track("prune", len(found)) as advance:
                 for name in calibration:
                     twins[name].write(job.solve(twins[name], dense[name], calibration[name]))
                     advance(1)
         else:
-            calibration = _one_by_one(pruned, batches, twins, dense, job, progress)
+            calibration = _one_by_one(pruned, batches, twins, dense, job, calibration)
         certificate = _certificate(model, pruned, batches if again else None, calibration, job, dense, inputs)
     if inplace:
         model.load_state_dict(pruned.state_dict())
@@ -126,13 +133,41 @@ class _Job:
         self.results: dict[str, LayerResult] = {}
         self.solutions: dict[str, Solution] = {}
         self.margins: dict[str, float] = {}
+        self.paths: dict[str, DeletionPath] = {}
+        self.counts: dict[str, int] = {}
+        self.influence: dict[str, Tensor] = {}
+
+    def share_out(
+        self, layers: list[Layer], dense: Mapping[str, Tensor], calibration: Calibration, influence: dict[str, Tensor]
+    ) -> None:
+        """Fix every layer's count from one budget, by error curves on the dense network."""
+        self.influence = influence
+        for layer in layers:
+            self._path(layer, self._problem(layer, dense[layer.name], calibration[layer.name]))
+        total = sum(path.keys.numel() for path in self.paths.values())
+        assert isinstance(self.target, Sparsity)
+        self.counts = allocate(self.paths, self.target.count(total))
+
+    def _problem(self, layer: Layer, dense: Tensor, moments: Moments) -> Problem:
+        return layer_problem(layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping)
+
+    def _path(self, layer: Layer, problem: Problem) -> DeletionPath:
+        """The exact solver's run on a layer, the last one kept while its problem is the same."""
+        kept = self.paths.get(layer.name)
+        if kept is None or not torch.equal(kept.problem.moment, problem.moment):
+            assert isinstance(self.solver, Exact)
+            kept = self.solver.path(problem).weighted(self.influence[layer.name])
+            self.paths[layer.name] = kept
+        return kept
 
     def solve(self, layer: Layer, dense: Tensor, moments: Moments) -> Tensor:
         """Solve one layer and return its new matrix."""
-        problem = layer_problem(layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping)
+        problem = self._problem(layer, dense, moments)
         began = time.perf_counter()
         target = for_layer(self.target, layer.name)
-        if target is None:  # the user's mapping leaves this layer alone
+        if self.counts:
+            solution = self._path(layer, problem).cut(self.counts[layer.name])
+        elif target is None:  # the user's mapping leaves this layer alone
             solution = solve(problem, "magnitude", 0.0)
         else:
             solution = solve(problem, self.solver, target)
@@ -160,15 +195,16 @@ def _one_by_one(
     layers: Mapping[str, Layer],
     dense: Mapping[str, Tensor],
     job: _Job,
-    progress: bool,
+    first: Calibration,
 ) -> Calibration:
-    """Prune layers in the order they run, each on the inputs that the layers pruned before it produce."""
-    # The first pass, needed for the first layer anyway, also tells the order.
-    first = collect(pruned, batches, list(layers.values()), progress=progress)
+    """Prune layers in the order they run, each on the inputs that the layers pruned before it produce.
+
+    `first` is the dense network's calibration: good for the first layer, and it tells the order.
+    """
     moments: dict[str, Moments] = {}
     for index, name in enumerate(first):
         layer = layers[name]
-        moments[name] = (first if index == 0 else collect(pruned, batches, [layer], progress=progress))[name]
+        moments[name] = (first if index == 0 else collect(pruned, batches, [layer]))[name]
         layer.write(job.solve(layer, dense[name], moments[name]))
     return Calibration(moments, first.samples, first.example)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from lobs.errors import TargetError
 
@@ -18,17 +18,23 @@ class Sparsity:
     """Remove this fraction of a layer's weights: one number for every layer, or a mapping of layer names or globs.
 
     The count is exact: ⌊fraction · n + ½⌋ weights go, whatever the ties. Layers that no key matches stay dense. An
-    exact name beats a glob; among globs the first that matches wins.
+    exact name beats a glob; among globs the first that matches wins. With `scope="network"` the fraction is of all layers
+    together, and each gives what costs the network's output least (`allocate`).
 
     >>> Sparsity(0.93).count(1000)
     930
     >>> for_layer(Sparsity({"fc3": 0.35, "fc*": 0.9}), "fc3")
-    Sparsity(fraction=0.35)
+    Sparsity(fraction=0.35, scope='layer')
     """
 
     fraction: float | Mapping[str, float]
+    scope: Literal["layer", "network"] = "layer"
 
     def __post_init__(self) -> None:
+        if self.scope not in ("layer", "network"):
+            raise TargetError(f"scope is '{self.scope}': use 'layer' or 'network'.")
+        if self.scope == "network" and isinstance(self.fraction, Mapping):
+            raise TargetError("a network-wide Sparsity takes one number, not a mapping of layers.")
         for where, value in _entries(self.fraction):
             if not 0.0 <= value <= 1.0:
                 raise TargetError(f"Sparsity{where} is {value:g}: the fraction removed must lie between 0 and 1.")

@@ -7,7 +7,7 @@ mask at *any* count, and the running sum of losses its error there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -27,17 +27,30 @@ class DeletionPath:
     """A whole run of the exact solver: any number of weights can be cut from it without solving again.
 
     `columns[g, r, t]` is the t-th column that row r of group g loses, `losses` what that costs. Memory is 12 bytes a weight.
+    `row_weight[g, r]`, where given, says how much a row's error matters: rows then give in order of weighted loss, while curve
+    and error stay plain.
     """
 
     problem: Problem
     metrics: tuple[linalg.Metric, ...]
     columns: Tensor
     losses: Tensor
+    row_weight: Tensor | None = None
+
+    def weighted(self, row_weight: Tensor) -> DeletionPath:
+        """The same run with rows that matter differently."""
+        return replace(self, row_weight=row_weight.to(self.losses))
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """What decides who goes first, in the shape of `losses`: never falling along a row."""
+        rising = self.losses.cummax(dim=-1).values
+        return rising if self.row_weight is None else rising * self.row_weight.unsqueeze(-1)
 
     @cached_property
     def _ranking(self) -> Tensor:
         # Stable, and rows hold their steps in order: ties within a row keep that order, so a cut is a prefix of every row.
-        return removal_order(self.losses.cummax(dim=-1).values)
+        return removal_order(self.keys)
 
     @cached_property
     def curve(self) -> Tensor:

@@ -1,0 +1,66 @@
+"""How strongly does each output unit of a layer move the network's outputs?
+
+The answer is the mean squared Jacobian, g_i = mean_x Σ_c (∂out_c/∂z_i)², summed over a unit's positions. A vector–Jacobian
+product with a random ±1 probe v has (vᵀJ_i)² as an unbiased estimate of Σ_c J_ci², so one probe a sample and the mean over
+samples give g for every unit of every layer at once, at the cost of one forward and one backward pass whatever the number
+of outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lobs.calibrate import batch_size, call, evaluating
+from lobs.errors import CalibrationError
+from lobs.layers import Layer
+from lobs.progress import track
+
+
+def output_influence(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, seed: int = 0) -> dict[str, Tensor]:
+    """Mean squared Jacobian of the network's outputs by output unit: (groups, rows) for every layer, in float64."""
+    total = {layer.name: torch.zeros(layer.groups, layer.rows, dtype=torch.float64) for layer in layers}
+    samples = 0
+    generator = torch.Generator().manual_seed(seed)
+    with evaluating(model), torch.enable_grad(), track("influence", None) as advance:
+        for batch in batches:
+            with _probed(layers) as probes:
+                out = call(model, batch)
+            if not isinstance(out, Tensor):
+                raise CalibrationError(
+                    f"a network-wide budget needs a network that returns one tensor, not {type(out).__name__}. "
+                    f"Wrap it, or use scope='layer'."
+                )
+            signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+            gradients = torch.autograd.grad(out, [z for _, z in probes], signs, allow_unused=True)
+            for (layer, _), gradient in zip(probes, gradients, strict=True):
+                if gradient is not None:
+                    total[layer.name] += layer.by_unit(gradient.to(torch.float64).square()).cpu()
+            samples += batch_size(batch)
+            advance(1)
+    return {name: value / max(samples, 1) for name, value in total.items()}
+
+
+@contextmanager
+def _probed(layers: Sequence[Layer]) -> Iterator[list[tuple[Layer, Tensor]]]:
+    """Add a zero to every layer's output and keep it: its gradient is the output's, whether or not weights are frozen."""
+    probes: list[tuple[Layer, Tensor]] = []
+
+    def watch(layer: Layer) -> Any:
+        def hook(_: nn.Module, __: Any, z: Tensor) -> Tensor:
+            zero = torch.zeros_like(z, requires_grad=True)
+            probes.append((layer, zero))
+            return z + zero
+
+        return layer.module.register_forward_hook(hook)
+
+    handles = [watch(layer) for layer in layers]
+    try:
+        yield probes
+    finally:
+        for handle in handles:
+            handle.remove()
