@@ -88,6 +88,11 @@ def test_a_users_own_network_from_the_shell(tmp_path):
     assert code == 0 and "not saved" in out
 
 
+def test_a_network_wide_budget_from_the_shell():
+    done = as_json("prune", "lenet300", "--keep", "10%", "--scope", "network", "--samples", 500)
+    assert done["kept"] == 26_620 and done["layers"][2]["kept_fraction"] > done["layers"][0]["kept_fraction"]
+
+
 def test_sweep_writes_csv_and_picture(tmp_path):
     pytest.importorskip("matplotlib")
     done = as_json("sweep", "lenet300", "--samples", 1000, "--points", 6, "--solver", "magnitude", "--out", tmp_path / "s")
@@ -149,6 +154,8 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "mycode:wrong", "--keep", "7%"], "must return (model, batches)"),
         (["prune", "mycode:network", "--keep", "7%", "--solver", "best"], "unknown solver 'best'"),
         (["prune", "mycode:network", "--keep", "7%", "--inputs", "odd"], "use 'dense' or 'pruned'"),
+        (["prune", "mycode:network", "--keep", "7%", "--scope", "odd"], "use 'layer' or 'network'"),
+        (["prune", "mycode:network", "--epsilon", "1", "--scope", "network"], "--scope goes with --keep"),
         (["prune", "mycode:network", "--keep", "fc9=7%"], "matches no prunable layer"),
         (["prune", "mycode:network", "--keep", "7%", "--out", "no/such/x"], "does not exist"),
         (["sweep", "mycode:silent"], "no evaluate function"),

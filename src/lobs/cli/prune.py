@@ -35,6 +35,9 @@ def prune(
     sparsity: Annotated[str | None, typer.Option(help="Fraction removed, in the same forms.")] = None,
     epsilon: Annotated[str | None, typer.Option(help="Largest layer error √E allowed, in the same forms.")] = None,
     relative: Annotated[bool, typer.Option("--relative", help="ε is relative to the layer's output norm.")] = False,
+    scope: Annotated[
+        str, typer.Option(help="layer: the fraction of each; network: of all, shared where it costs least.")
+    ] = "layer",
     solver: SolverOption = "exact",
     inputs: Annotated[str, typer.Option(help="dense, or pruned: layers see what pruned layers before them give.")] = "dense",
     samples: SamplesOption = None,
@@ -52,7 +55,7 @@ def prune(
     `lobs prune mycode:network --epsilon 0.1 --relative`
     """
     require_one(keep=keep, sparsity=sparsity, epsilon=epsilon)
-    target = _target(keep, sparsity, epsilon, relative)
+    target = _target(keep, sparsity, epsilon, relative, scope)
     writable(out)
     writable(report)
 
@@ -89,14 +92,19 @@ def prune(
         say("not saved: give --out FILE to keep the pruned network")
 
 
-def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool) -> Target:
+def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool, scope: str) -> Target:
+    from lobs.errors import TargetError
     from lobs.targets import ErrorBudget, Sparsity
 
     if epsilon is not None:
+        if scope != "layer":
+            raise TargetError("--scope goes with --keep or --sparsity; ε is each layer's own.")
         return ErrorBudget(parse_fractions(epsilon, "--epsilon"), relative=relative)
     if keep is not None:
-        return Sparsity(complement(parse_fractions(keep, "--keep")))
-    return Sparsity(parse_fractions(sparsity or "", "--sparsity"))
+        fraction = complement(parse_fractions(keep, "--keep"))
+    else:
+        fraction = parse_fractions(sparsity or "", "--sparsity")
+    return Sparsity(fraction, scope=scope)  # type: ignore[arg-type]  # checked there, with the choices in its message
 
 
 def _write(
