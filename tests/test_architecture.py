@@ -11,12 +11,13 @@ import lobs
 
 ROOT = Path(lobs.__file__).parent
 FLOORS = [
-    {"errors", "progress"},
+    {"errors", "progress", "__version__"},
     {"linalg", "targets"},
     {"problem", "layers"},
-    {"scores", "masks", "statistics", "bounds", "checkpoint", "kernels"},
-    {"solvers", "calibrate", "chain"},
-    {"result", "allocate", "influence"},
+    {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
+    {"solvers", "calibrate"},
+    {"chain", "allocate", "influence"},
+    {"bounds", "result"},
     {"pipeline"},
     {"sweep", "verify", "report"},
     {"data"},
@@ -24,7 +25,7 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-MATH_BANK = {"linalg", "targets", "problem", "scores", "masks", "bounds", "kernels", "solvers", "allocate"}
+MATH_BANK = {"linalg", "targets", "problem", "scores", "masks", "ledger", "kernels", "solvers", "allocate"}
 FLOOR_OF = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

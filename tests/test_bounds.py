@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lobs
-from lobs.bounds import Link, certify
+from lobs.ledger import Link, compose
 
 
 def random_chain(seed):
@@ -145,6 +145,108 @@ class Keywords(nn.Module):
         return self.fc(x)
 
 
+def ones(*modules):
+    """Convolutions of ones pass everything on, so that whatever a pooling can stretch shows."""
+    net = nn.Sequential(nn.Conv2d(1, 1, 1, bias=False), *modules)
+    nn.init.ones_(net[0].weight)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("pool", "size", "place"),
+    [
+        (nn.MaxPool2d(3, 2, ceil_mode=True), 4, (2, 2)),
+        (nn.AvgPool2d(3, 3, ceil_mode=True), 4, (3, 3)),
+        (nn.AvgPool2d(3, 2, padding=1, count_include_pad=False), 4, (0, 0)),
+        (nn.AdaptiveAvgPool2d(3), 4, (1, 1)),
+        (nn.AvgPool2d(2, divisor_override=1), 4, (0, 0)),
+        (nn.MaxPool2d(2, stride=1, padding=1), 4, (1, 1)),
+    ],
+)
+def test_odd_poolings_are_covered(pool, size, place):
+    x = torch.zeros(1, 1, size, size)
+    x[0, 0, place[0], place[1]] = 1
+    certificate = lobs.prune(ones(pool), [x], 1.0, solver="magnitude", progress=False).certificate
+    assert certificate.bound is not None and certificate.measured <= certificate.bound * (1 + 1e-5)
+
+
+class Moody(nn.Module):
+    """Behaves otherwise in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.b(F.dropout(torch.relu(self.a(x)), 0.5, self.training))
+        return y if self.training else y * 100
+
+
+def test_a_network_in_training_mode_is_certified_for_evaluation():
+    model = Moody().train()
+    certificate = lobs.prune(model, [torch.randn(5, 8)] * 3, 0.5, solver="magnitude", progress=False).certificate
+    assert certificate.bound is not None and certificate.measured <= certificate.bound
+    assert model.training
+
+
+def test_dropout_that_stays_on_is_refused():
+    class AlwaysOn(Moody):
+        def forward(self, x):
+            return self.b(F.dropout(torch.relu(self.a(x)), 0.5))
+
+    certificate = lobs.prune(AlwaysOn(), [torch.randn(5, 8)], 0.1, progress=False).certificate
+    assert certificate.bound is None and "dropout" in certificate.reason
+
+
+def test_inputs_of_several_sizes_are_refused():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 3))
+    certificate = lobs.prune(model, [torch.ones(1, 1, 3, 3), torch.ones(1, 1, 20, 20)], 0.5, progress=False).certificate
+    assert certificate.bound is None and "2 different shapes" in certificate.reason
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), nn.ELU(2.0), nn.Softplus()])
+def test_lipschitz_constants_are_not_too_small(activation):
+    from lobs.chain import _module_constant
+
+    x = torch.linspace(-10, 10, 200_001, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(activation(x).sum(), x)
+    constant = _module_constant(activation, x.shape)
+    assert float(slope.abs().max()) <= constant <= float(slope.abs().max()) * 1.01 + 1e-9
+
+
+def test_inference_mode_does_not_lose_the_certificate():
+    with torch.inference_mode():
+        result = lobs.prune(ones(nn.Flatten()), [torch.randn(4, 1, 3, 3)], 1.0, progress=False)
+    assert result.certificate.bound is not None
+
+
+def test_an_iterable_that_can_be_read_once_is_not_measured_as_zero():
+    class Once:
+        def __init__(self):
+            self.items = iter([torch.randn(5, 8)])
+
+        def __iter__(self):
+            return self.items
+
+    certificate = lobs.prune(Moody(), Once(), 0.5, progress=False).certificate
+    assert certificate.measured is None
+
+
+def test_certify_compares_any_two_networks_and_measures_held_out_inputs():
+    dense = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, new = torch.randn(200, 6), torch.randn(100, 6)
+    result = lobs.prune(dense, [x], 0.5, held_out=[new], progress=False)
+    again = lobs.certify(dense, result.model, [x], held_out=[new])
+    assert again.bound == pytest.approx(result.certificate.bound, rel=1e-6)
+    assert again.measured == pytest.approx(result.certificate.measured)
+    assert again.held_out == pytest.approx(result.certificate.held_out) and again.held_out != again.measured
+    assert "on held-out inputs" in str(again)
+    retrained = copy.deepcopy(result.model)
+    nn.init.normal_(retrained[0].weight)
+    moved = lobs.certify(dense, retrained, [x])
+    assert moved.measured <= moved.bound
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "reason"),
     [
@@ -152,7 +254,7 @@ class Keywords(nn.Module):
         (Branching(), torch.rand(8, 5), "could not be traced"),
         (Twice(), torch.randn(8, 5), "more than once"),
         (Keywords(), {"x": torch.randn(8, 5)}, "keyword"),
-        (nn.Sequential(nn.Linear(5, 5), nn.GELU()), torch.randn(8, 5), "no Lipschitz constant is known for '1' .GELU"),
+        (nn.Sequential(nn.Linear(5, 5), nn.Mish()), torch.randn(8, 5), "no Lipschitz constant is known for '1' .Mish"),
         (nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)), torch.randn(8, 5), "LayerNorm"),
     ],
 )
@@ -164,8 +266,8 @@ def test_where_the_theorem_does_not_apply_it_refuses_with_a_reason(model, batch,
     assert "no bound" in str(certificate)
 
 
-def test_certify_folds_gains_and_errors():
-    certificate = certify([Link("a", 2, 3, 0.1), Link("relu", 0.5, 0.5), Link("b", 4, 5, 0.2)], measured=0.1)
+def test_compose_folds_gains_and_errors():
+    certificate = compose([Link("a", 2, 3, 0.1), Link("relu", 0.5, 0.5), Link("b", 4, 5, 0.2)])
     assert certificate.bound == pytest.approx(0.1 * 0.5 * 4 + 0.2)
     assert certificate.frobenius_bound == pytest.approx(0.1 * 0.5 * 5 + 0.2)
     assert certificate.contributions == pytest.approx({"a": 0.2, "b": 0.2})

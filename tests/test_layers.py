@@ -108,6 +108,26 @@ def test_tied_weights_are_refused():
         find_layers(model)
 
 
+def test_tied_biases_and_shared_memory_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].bias = model[0].bias
+    with pytest.raises(UnsupportedLayerError, match=r"its bias is shared by 0.bias, 1.bias"):
+        find_layers(model)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UnsupportedLayerError, match="its weight is shared"):
+        find_layers(model)
+
+
+def test_a_subclass_with_its_own_forward_is_refused():
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+    with pytest.raises(UnsupportedLayerError, match="Standardised computes its output in its own way"):
+        find_layers(nn.Sequential(Standardised(1, 2, 3)))
+
+
 def test_parametrised_weights_are_refused():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
     with pytest.raises(UnsupportedLayerError, match="parametrised"):

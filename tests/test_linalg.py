@@ -37,7 +37,7 @@ def test_well_determined_moment_is_not_damped():
 
 def test_singular_moment_is_damped_and_announced():
     samples = torch.randn(5, 12, dtype=torch.float64)
-    with pytest.warns(NumericalWarning, match=r"layer 'fc': Ψ is singular \(rank 5 of 12; 5 samples\)"):
+    with pytest.warns(NumericalWarning, match=r"layer 'fc': its input moment Ψ is singular \(rank 5 of 12; 5 samples\)"):
         metric = linalg.metric(samples.T @ samples / 5, name="layer 'fc'", samples=5)
     assert 0 < metric.damping < 1e-4
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import lobs
 from lobs import ErrorBudget, LobsError, Sparsity
-from lobs.pipeline import deviation
+from lobs.bounds import deviation
 
 
 def network():

@@ -36,6 +36,44 @@ def test_solver_says_what_it_misses():
         solve(Problem(torch.ones(1, 2), torch.eye(2)), "apozw", 0.5)
 
 
+@pytest.mark.parametrize("name", ["exact", "lobs", "magnitude", "magnitude+refine"])
+def test_parameters_are_taken_as_bare_tensors(name):
+    weight, psi = torch.nn.Parameter(torch.randn(4, 6)), make_moment(6).requires_grad_()
+    solution = solve(Problem(weight, psi), name, 0.5)
+    assert not solution.weight.requires_grad and solution.removed == 12
+
+
+@pytest.mark.parametrize("name", ["exact", "lobs", "lobs+refine", "magnitude"])
+def test_a_layer_without_rows_is_solved_and_one_without_columns_refused(name):
+    solution = solve(Problem(torch.zeros(0, 6), make_moment(6)), name, 0.5)
+    assert solution.weight.shape == (0, 6) and solution.removed == 0
+    with pytest.raises(LobsError, match="no columns"):
+        Problem(torch.zeros(3, 0), torch.zeros(0, 0))
+
+
+@pytest.mark.parametrize("name", ["exact", "lobs", "lobs+refine"])
+def test_removing_nothing_gives_the_same_bits(name):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        weight = torch.randn(5, 9).to(dtype)
+        assert torch.equal(solve(Problem(weight, make_moment(9)), name, 0.0).weight, weight)
+
+
+@pytest.mark.parametrize(("w", "psi"), [(1e-30, 1e-30), (1e30, 1e30), (1e-20, 1e-60), (1e20, 1e-20)])
+def test_units_do_not_matter(w, psi):
+    weight, moment = torch.randn(6, 12, dtype=torch.float64), make_moment(12)
+    plain = solve(Problem(weight.float().double(), moment), "exact", 0.6)
+    scaled = solve(Problem((weight.float() * w), moment * psi), "exact", 0.6)
+    assert torch.equal(plain.mask, scaled.mask)
+    assert scaled.relative_error == pytest.approx(plain.relative_error, rel=1e-3)
+
+
+def test_a_solver_class_is_not_a_solver():
+    from lobs import Exact
+
+    with pytest.raises(LobsError, match="give an instance"):
+        solve(Problem(torch.ones(1, 2), torch.eye(2)), Exact, 0.5)
+
+
 def test_grouped_problem_is_its_groups_side_by_side():
     psi = torch.stack([make_moment(6, seed=s) for s in range(3)])
     weight = torch.randn(3, 4, 6, dtype=torch.float64)

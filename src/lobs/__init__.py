@@ -42,13 +42,15 @@ _HOMES = {
     "save": "lobs.checkpoint",
     "load": "lobs.checkpoint",
     # trust
-    "Certificate": "lobs.bounds",
+    "Certificate": "lobs.ledger",
+    "certify": "lobs.bounds",
     "LobsError": "lobs.errors",
     "NumericalWarning": "lobs.errors",
 }
 
 _ROOMS = (
     "bounds",
+    "ledger",
     "calibrate",
     "checkpoint",
     "kernels",
@@ -79,6 +81,7 @@ __all__ = [
     "Solver",
     "Sparsity",
     "__version__",
+    "certify",
     "collect",
     "load",
     "prune",
@@ -87,10 +90,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lobs.bounds import Certificate
+    from lobs.bounds import certify
     from lobs.calibrate import Calibration, collect
     from lobs.checkpoint import load, save
     from lobs.errors import LobsError, NumericalWarning
+    from lobs.ledger import Certificate
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning

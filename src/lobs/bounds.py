@@ -1,70 +1,94 @@
-"""How far can the network's output have moved? The paper's theorem, with its constants corrected, for chains of layers.
-
-Let ε̃ be the root mean square distance between dense and pruned activations over the calibration samples. Through one layer
-
-    ε̃_k ≤ gain_k · ε̃_{k−1} + √E_k,
-
-then an activation multiplies by its Lipschitz constant (1 for ReLU). With E_k measured on the dense network's inputs the
-gain is that of the pruned weights Ŵ; with E_k measured on the pruned network's inputs, that of the dense W. Frobenius
-norms (the paper's) and spectral norms are both valid; the latter are never larger.
-"""
+"""The certificate of a whole network: what the theorem promises, beside what was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lobs import chain, ledger
+from lobs.calibrate import Calibration, batch_size, call, collect, evaluating
+from lobs.errors import UnsupportedLayerError
+from lobs.layers import find_layers
+from lobs.ledger import Certificate
+from lobs.problem import Problem
 
 
-@dataclass(frozen=True)
-class Link:
-    """One step of a chain: what it does to an incoming deviation, and what it adds.
+def certify(
+    dense: nn.Module,
+    pruned: nn.Module,
+    batches: Iterable[Any],
+    *,
+    held_out: Iterable[Any] | None = None,
+    layers: str | Iterable[str] | None = None,
+) -> Certificate:
+    """Bound how far a pruned network's output moved over `batches`, and measure it there and on held-out inputs.
 
-    `error` is √E of a pruned layer in root mean square over network samples; 0 for everything else.
+    Works for any two networks of one architecture, however the second was made: layer errors are measured here, on the dense
+    network's inputs. `batches` are run twice, so a list or a DataLoader is needed.
     """
+    before, after = ({layer.name: layer for layer in find_layers(m, layers)} for m in (dense, pruned))
+    if before.keys() != after.keys():
+        raise UnsupportedLayerError("the two networks have different layers; a certificate compares like with like.")
+    calibration = collect(dense, batches, list(before.values()))
+    errors = {}
+    for name, layer in before.items():
+        problem = Problem(layer.matrix(), calibration[name].moment.to(layer.weight.device), name=f"layer '{name}'")
+        errors[name] = sample_error(problem, after[name].matrix(), calibration[name].count, calibration.samples)
+    return certificate(dense, pruned, calibration, errors, batches=batches, held_out=held_out)
 
-    name: str
-    gain: float
-    frobenius_gain: float
-    error: float = 0.0
 
+def sample_error(problem: Problem, weight: Tensor, count: int, samples: int) -> float:
+    """√E of a layer in root mean square over network samples, with what rounding may have hidden added: a bound must hold.
 
-@dataclass(frozen=True)
-class Certificate:
-    """An upper bound on the root mean square change of the network's output over the calibration samples.
-
-    `bound` is None where the theorem has not been proved for the network; `reason` then says why. `measured` is the change
-    itself, None where the data could not be run a second time. `contributions` are the terms of the spectral bound by layer.
+    E is a mean over `count` input vectors; a convolution has many of them in each of the network's `samples`.
     """
-
-    bound: float | None
-    frobenius_bound: float | None
-    measured: float | None = None
-    contributions: dict[str, float] = field(default_factory=dict)
-    reason: str = ""
-
-    def __str__(self) -> str:
-        measured = "not measured" if self.measured is None else f"measured {self.measured:.4g}"
-        if self.bound is None:
-            return f"no bound ({self.reason}); {measured}"
-        return f"output moved by at most {self.bound:.4g} (Frobenius {self.frobenius_bound:.4g}); {measured}"
+    error = problem.error_of(weight) + problem.error_margin(weight)
+    return math.sqrt(error * count / samples)
 
 
-def certify(links: Sequence[Link], measured: float | None = None) -> Certificate:
-    """Fold a chain of links into a certificate.
+def certificate(
+    dense: nn.Module,
+    pruned: nn.Module,
+    calibration: Calibration,
+    errors: dict[str, float],
+    *,
+    batches: Iterable[Any] | None,
+    held_out: Iterable[Any] | None,
+    dense_gains: Mapping[str, Tensor] | None = None,
+) -> Certificate:
+    """Put the bound for known layer errors beside what is measured.
 
-    >>> certify([Link("fc1", 2.0, 3.0, 0.1), Link("fc2", 5.0, 7.0, 0.2)]).bound
-    0.7
+    `dense_gains` are the dense matrices, where errors were measured on the pruned network's inputs.
     """
-    spectral, frobenius, contributions = 0.0, 0.0, dict[str, float]()
-    for link in links:
-        spectral = link.gain * spectral + link.error
-        frobenius = link.frobenius_gain * frobenius + link.error
-        contributions = {name: value * link.gain for name, value in contributions.items()}
-        if link.error > 0:
-            contributions[link.name] = contributions.get(link.name, 0.0) + link.error
-    return Certificate(spectral, frobenius, measured, contributions)
+    try:
+        if len(calibration.shapes) > 1:
+            raise chain.NotAChainError(f"inputs came in {len(calibration.shapes)} different shapes")
+        found = ledger.compose(chain.links(pruned, calibration.example, errors, dict(dense_gains or {})))
+    except chain.NotAChainError as error:
+        found = ledger.refuse(str(error))
+    measured = None if batches is None else deviation(dense, pruned, batches, calibration.samples)
+    return replace(found, measured=measured, held_out=None if held_out is None else deviation(dense, pruned, held_out))
 
 
-def refuse(reason: str, measured: float | None = None) -> Certificate:
-    """A certificate that gives no number, and why."""
-    return Certificate(None, None, measured, {}, reason)
+def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any], expected: int | None = None) -> float | None:
+    """Root mean square distance between two networks' outputs over the data.
+
+    None if they do not return one tensor, or if the data yields other than the expected number of samples, as an iterable
+    does that can be read only once.
+    """
+    total, samples = 0.0, 0
+    with evaluating(model), evaluating(other):
+        for batch in batches:
+            a, b = call(model, batch), call(other, batch)
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+                return None
+            total += float((a.to(torch.float64) - b.to(torch.float64)).square().sum())
+            samples += batch_size(batch)
+    if samples == 0 or (expected is not None and samples != expected):
+        return None
+    return math.sqrt(total / samples)

@@ -26,6 +26,7 @@ class Calibration(Mapping[str, Moments]):
     moments: Mapping[str, Moments]
     samples: int
     example: Any = field(default=None, repr=False)
+    shapes: frozenset[tuple[int, ...]] = frozenset()
 
     def __getitem__(self, name: str) -> Moments:
         return self.moments[name]
@@ -55,9 +56,13 @@ def collect(
     A layer that no batch reaches, an empty iterable, and NaN or infinite activations are errors that say so. Inputs are
     moved to the device of the model's first parameter.
     """
+    if isinstance(batches, Tensor | str | bytes) or not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"batches is a {type(batches).__name__}: give a list of batches or a DataLoader; one tensor x is [x]."
+        )
     chosen = _as_layers(model, layers)
     moments: dict[str, Moments] = {}
-    samples, example = 0, None
+    samples, example, shapes = 0, None, set[tuple[int, ...]]()
     with (
         shown(progress),
         track("calibrate", _length(batches)) as advance,
@@ -72,7 +77,9 @@ def collect(
                     f"layer '{bad[0]}': NaN or infinite input in batch {index}. Check the data and the network on that batch."
                 )
             samples += batch_size(batch)
-            example = _first_sample(batch) if example is None else example
+            sample = _first_sample(batch)
+            example = sample if example is None else example
+            shapes |= set() if sample is None else {tuple(sample.shape)}
             advance(1)
     if samples == 0:
         raise CalibrationError("no calibration batches: the iterable was empty. A generator can be used only once.")
@@ -81,7 +88,7 @@ def collect(
         raise CalibrationError(
             f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} such). Skip it: skip={missing}."
         )
-    return Calibration(moments, samples, example)
+    return Calibration(moments, samples, example, frozenset(shapes))
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -126,6 +133,7 @@ def _watching(layers: Sequence[Layer], moments: dict[str, Moments]) -> Iterator[
     def watch(layer: Layer) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs["input"]
+            layer.check_input(x)
             if layer.name not in moments:
                 moments[layer.name] = Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=x.device)
             for piece in layer.patches(x.detach()):
@@ -163,4 +171,4 @@ def _first_sample(batch: Any) -> Tensor | None:
     """One input to learn shapes from; None where the model takes keywords."""
     if isinstance(batch, tuple | list):
         batch = batch[0]
-    return batch[:1].detach().clone() if isinstance(batch, Tensor) and batch.dim() > 0 else None
+    return batch[:1].detach().clone() if isinstance(batch, Tensor) and batch.dim() > 0 and len(batch) else None

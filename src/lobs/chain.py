@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs import linalg
-from lobs.bounds import Link
+from lobs.calibrate import evaluating
 from lobs.layers import Conv2dLayer, Layer, as_layer
+from lobs.ledger import Link
 
 
 class NotAChainError(Exception):
@@ -31,7 +32,7 @@ _ONE_LIPSCHITZ = (
     nn.Hardtanh, nn.Softsign, nn.Tanhshrink, nn.Softshrink, nn.Unflatten, nn.Softmax,
 )  # fmt: skip
 _ONE_LIPSCHITZ_CALLS: tuple[Any, ...] = (
-    F.relu, torch.relu, F.relu6, torch.flatten, F.dropout, torch.tanh, F.tanh, F.softmax, torch.softmax,
+    F.relu, torch.relu, F.relu6, torch.flatten, torch.tanh, F.tanh, F.softmax, torch.softmax,
     "flatten", "view", "reshape", "relu", "tanh", "contiguous", "softmax",
 )  # fmt: skip
 
@@ -49,17 +50,19 @@ def links(
     """
     if example is None:
         raise NotAChainError("the network is called with keyword arguments")
-    alone = as_layer("model", model)
+    alone = as_layer("", model)
     if alone is not None:  # tracing looks inside a bare layer
         return [Link("model", *_layer_gains(alone, example.shape, (dense or {}).get("model")), errors.get("model", 0.0))]
     found: list[Link] = []
     try:
-        for node, shape in _steps(model, example):
-            found.append(_link(model, node, shape, errors, dense or {}))
+        with evaluating(model):  # the mode in which errors were measured, and which a trace bakes in
+            for node, shape in _steps(model, example):
+                found.append(_link(model, node, shape, errors, dense or {}))
     except NotAChainError:
         raise
     except Exception as error:  # tracing runs the user's code, which may raise anything
-        raise NotAChainError(f"the forward pass could not be traced: {error}") from error
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NotAChainError(f"the forward pass could not be traced: {first_line}") from error
     seen = [link.name for link in found if link.error > 0]
     if len(seen) != len(set(seen)):
         raise NotAChainError("a pruned layer is called more than once")
@@ -77,13 +80,7 @@ def _steps(model: nn.Module, example: Tensor) -> Iterator[tuple[fx.Node, torch.S
         raise NotAChainError(f"the network takes {len(inputs)} inputs")
     recorder = _Shapes(traced)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    training = traced.training
-    try:
-        with torch.no_grad():
-            traced.eval()
-            recorder.run(example.to(device))
-    finally:
-        traced.train(training)
+    recorder.run(example.to(device))
     before = inputs[0]
     for node in nodes:
         if node.op in ("placeholder", "output"):
@@ -145,18 +142,34 @@ def _layer_gains(layer: Layer, shape: torch.Size, dense: Tensor | None) -> tuple
 
 def _overlap(windows: Callable[[Tensor], Tensor], shape: torch.Size) -> int:
     """In how many patches the busiest input element takes part: the gradient of the sum of all patches."""
-    with torch.enable_grad():
+    return int(_column_sums(windows, shape).max())
+
+
+def _column_sums(linear: Callable[[Tensor], Tensor], shape: torch.Size) -> Tensor:
+    """Column sums of a linear map: the gradient of the sum of its outputs."""
+    with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(shape, requires_grad=True)
-        (counts,) = torch.autograd.grad(windows(x).sum(), x)
-    return int(counts.max())
+        (sums,) = torch.autograd.grad(linear(x).sum(), x)
+    return sums
+
+
+def _averaging(mean: Callable[[Tensor], Tensor], shape: torch.Size) -> float:
+    """A linear map with no negative entries has norm at most √(largest row sum · largest column sum)."""
+    shape = torch.Size((1, *shape[1:]))
+    rows = float(mean(torch.ones(shape)).max())
+    return math.sqrt(rows * float(_column_sums(mean, shape).max()))
 
 
 def _module_constant(module: nn.Module, shape: torch.Size) -> float | None:
     match module:
         case nn.MaxPool2d():
-            return _pool(shape, module.kernel_size, module.stride, module.padding, module.dilation, average=False)
-        case nn.AvgPool2d() if module.divisor_override is None and module.count_include_pad:
-            return _pool(shape, module.kernel_size, module.stride, module.padding, 1, average=True)
+            return _max_pool(shape, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
+        case nn.AvgPool1d() | nn.AvgPool2d() | nn.AvgPool3d() | nn.AdaptiveAvgPool1d() | nn.AdaptiveAvgPool2d():
+            return _averaging(module, shape)
+        case nn.GELU():
+            return 1.13  # max |Φ(x) + xφ(x)| = 1.1290, at x = √2; the tanh form's is 1.1291
+        case nn.SiLU():
+            return 1.1  # max |σ(x)(1 + x(1 − σ(x)))| = 1.0998
         case nn.LeakyReLU():
             return max(1.0, abs(module.negative_slope))
         case nn.ELU():
@@ -172,20 +185,29 @@ def _module_constant(module: nn.Module, shape: torch.Size) -> float | None:
 
 
 def _call_constant(node: fx.Node, shape: torch.Size) -> float | None:
-    if any(node.target is known or node.target == known for known in _ONE_LIPSCHITZ_CALLS):
+    call: Any = node.target
+    if any(call is known or call == known for known in _ONE_LIPSCHITZ_CALLS):
         return 1.0
-    if node.target in (F.max_pool2d, torch.max_pool2d):
-        given = dict(zip(("kernel_size", "stride", "padding", "dilation"), node.args[1:], strict=False)) | node.kwargs
-        kernel: Any = given["kernel_size"]
-        stride: Any = given.get("stride") or kernel
-        return _pool(shape, kernel, stride, given.get("padding", 0), given.get("dilation", 1), average=False)
+    if call is F.dropout:
+        given: dict[str, Any] = dict(zip(("p", "training"), node.args[1:], strict=False)) | node.kwargs
+        return 1.0 if given.get("training", True) is False else None  # otherwise it is random even in eval mode
+    if call in (F.avg_pool1d, F.avg_pool2d, F.adaptive_avg_pool2d):
+        return _averaging(lambda x: call(x, *node.args[1:], **node.kwargs), shape)
+    if call in (F.max_pool2d, torch.max_pool2d):
+        names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+        given = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
+        kernel = given["kernel_size"]
+        settings = (given.get("stride") or kernel, given.get("padding", 0), given.get("dilation", 1))
+        return _max_pool(shape, kernel, *settings, bool(given.get("ceil_mode", False)))
     if node.target in (operator.mul, torch.mul) and isinstance(node.args[1], int | float):
         return abs(float(node.args[1]))
     return None
 
 
-def _pool(shape: torch.Size, kernel: Any, stride: Any, padding: Any, dilation: Any, *, average: bool) -> float:
-    """Pooling maps each patch with constant 1 (maximum) or 1/√size (mean)."""
+def _max_pool(shape: torch.Size, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> float:
+    """The maximum of a patch is 1-Lipschitz, so pooling stretches by √m like any selection of patches."""
     frame = nn.Conv2d(1, 1, kernel, stride, padding, dilation)
-    overlap = _overlap(Conv2dLayer("pool", frame).windows, torch.Size((1, 1, *shape[-2:])))
-    return math.sqrt(overlap / (math.prod(frame.kernel_size) if average else 1))
+    # Rounding up adds windows at the far edges; counting on a larger image can only find as many or more.
+    extra = [s - 1 if ceil else 0 for s in frame.stride]
+    size = [n + more for n, more in zip(shape[-2:], extra, strict=True)]
+    return math.sqrt(_overlap(Conv2dLayer("pool", frame).windows, torch.Size((1, 1, *size))))

@@ -7,7 +7,6 @@ of non-zeros, plus the few kept weights that happen to be exactly zero, which th
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import os
 import tempfile
@@ -50,6 +49,9 @@ def save(
     Refuses masks that the weights do not obey: a file never claims zeros that are not there.
     """
     state = model.state_dict() if isinstance(model, nn.Module) else model
+    odd = [name for name, t in state.items() if not isinstance(t, Tensor)]
+    if odd:
+        raise FileError(f"'{odd[0]}' in the state dict is not a tensor; safetensors holds nothing else.")
     tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
     packed = {}
     for name, mask in (masks or {}).items():
@@ -98,8 +100,10 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         raise FileError(f"'{source}' has format version {header.get('version')}; this lobs reads version {VERSION}.")
     try:
         packed, record = json.loads(header["masks"]), json.loads(header["record"])
+        if not isinstance(record, dict):
+            raise TypeError("the record is not a mapping")
         masks = {name: _unpack(state[name], entry) for name, entry in packed.items()}
-    except (KeyError, ValueError, TypeError, AttributeError, zlib.error, binascii.Error) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, zlib.error, RecursionError, OverflowError) as error:
         raise FileError(f"'{source}' has a damaged header: {error!r}.") from error
     return Checkpoint(state, masks, record)
 

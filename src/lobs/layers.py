@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import NoneType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.nn.utils import parametrize
 
-from lobs.errors import UnsupportedLayerError
+from lobs.errors import CalibrationError, UnsupportedLayerError
 
 # Patches are formed in pieces this large, so that memory does not grow with the batch or the image, and so that each
 # float32 product sums few enough terms to keep six digits; pieces are then added in float64.
@@ -31,6 +32,11 @@ class Layer(ABC):
 
     name: str
     module: nn.Module
+    root: bool = False  # the module is the whole network, so its parameters have no prefix
+
+    @abstractmethod
+    def check_input(self, x: Tensor) -> None:
+        """Refuse an input that the layer cannot take, before anything is made of it."""
 
     @property
     @abstractmethod
@@ -84,14 +90,23 @@ class Layer(ABC):
 
     def masks(self, mask: Tensor) -> dict[str, Tensor]:
         """A matrix mask as masks of the module's parameters, under their names in the state dict."""
-        out = {f"{self.name}.weight": mask[..., : self.columns].reshape(self.weight.shape)}
+        prefix = "" if self.root else f"{self.name}."
+        out = {f"{prefix}weight": mask[..., : self.columns].reshape(self.weight.shape)}
         if self.bias is not None and not bool(mask[..., self.columns].all()):
-            out[f"{self.name}.bias"] = mask[..., self.columns].reshape(self.bias.shape)
+            out[f"{prefix}bias"] = mask[..., self.columns].reshape(self.bias.shape)
         return out
 
 
 class LinearLayer(Layer):
     """`nn.Linear`, with inputs of any leading shape."""
+
+    def check_input(self, x: Tensor) -> None:
+        """The last dimension must fit."""
+        if x.dim() == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
+            raise CalibrationError(
+                f"layer '{self.name}' takes floating-point inputs of {self.columns} features, but was given "
+                f"{x.dtype} of shape {tuple(x.shape)}. In a tuple the input comes first."
+            )
 
     @property
     def groups(self) -> int:
@@ -114,6 +129,14 @@ class Conv2dLayer(Layer):
     """`nn.Conv2d` with every stride, padding, padding mode, dilation and group count."""
 
     module: nn.Conv2d
+
+    def check_input(self, x: Tensor) -> None:
+        """Three or four dimensions with the right channels."""
+        if x.dim() not in (3, 4) or x.shape[-3] != self.module.in_channels or not x.is_floating_point():
+            raise CalibrationError(
+                f"layer '{self.name}' takes floating-point images of {self.module.in_channels} channels, but was given "
+                f"{x.dtype} of shape {tuple(x.shape)}. In a tuple the input comes first."
+            )
 
     @property
     def groups(self) -> int:
@@ -163,17 +186,18 @@ def _padding(conv: nn.Conv2d) -> list[int]:
 
 
 def as_layer(name: str, module: nn.Module) -> Layer | None:
-    """The layer view of a module, or None where `lobs` has none for its type."""
+    """The layer view of a module, or None where `lobs` has none for its type; no name stands for the whole network."""
+    root, name = name == "", name or "model"
     if isinstance(module, nn.Linear):
-        return LinearLayer(name, module)
+        return LinearLayer(name, module, root)
     if isinstance(module, nn.Conv2d):
-        return Conv2dLayer(name, module)
+        return Conv2dLayer(name, module, root)
     return None
 
 
 def find_layers(model: nn.Module, layers: str | Iterable[str] | None = None, skip: str | Iterable[str] = ()) -> list[Layer]:
     """Prunable layers in the order of the module tree, chosen by name or glob; an empty choice is an error."""
-    found = [layer for name, module in model.named_modules() if (layer := as_layer(name or "model", module))]
+    found = [layer for name, module in model.named_modules() if (layer := as_layer(name, module))]
     names = [layer.name for layer in found]
     wanted, unwanted = _matching(names, layers, "layers"), _matching(names, skip, "skip") or set()
     chosen = [x for x in found if (wanted is None or x.name in wanted) and x.name not in unwanted]
@@ -201,24 +225,37 @@ def _check_supported(model: nn.Module, layers: Sequence[Layer]) -> None:
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(f"{name}.{key}" if name else key)
+            if not isinstance(parameter, nn.parameter.UninitializedParameter):
+                owners.setdefault(_place(parameter), []).append(f"{name}.{key}" if name else key)
     for layer in layers:
-        if isinstance(getattr(layer.module, "weight", None), nn.parameter.UninitializedParameter):
-            raise UnsupportedLayerError(f"layer '{layer.name}': its weight has no shape yet. Run one batch first.")
-        if parametrize.is_parametrized(layer.module):
-            raise UnsupportedLayerError(
-                f"layer '{layer.name}': its weight is parametrised (weight_norm and the like), so writing it would be undone. "
-                f"Remove the parametrisation first, or skip the layer."
-            )
-        if not isinstance(layer.module.weight, nn.Parameter):
-            raise UnsupportedLayerError(
-                f"layer '{layer.name}': its weight is not a parameter (torch.nn.utils.prune, perhaps). Make it "
-                f"permanent first (prune.remove), or skip the layer."
-            )
-        if layer.weight.device.type == "meta":
-            raise UnsupportedLayerError(f"layer '{layer.name}': its weight is on the meta device. Load weights first.")
-        if len(owners[id(layer.weight)]) > 1:
-            raise UnsupportedLayerError(
-                f"layer '{layer.name}': its weight is shared by {', '.join(owners[id(layer.weight)])}; pruning it for one "
-                f"would change the others. Untie them or skip the layer."
-            )
+        reason = _unsupported(layer)
+        if reason:
+            raise UnsupportedLayerError(f"layer '{layer.name}': {reason}, or skip the layer.")
+        for what, tensor in (("weight", layer.weight), ("bias", layer.bias)):
+            if tensor is not None and len(owners[_place(tensor)]) > 1:
+                raise UnsupportedLayerError(
+                    f"layer '{layer.name}': its {what} is shared by {', '.join(owners[_place(tensor)])}; pruning it for one "
+                    f"would change the others. Untie them, or skip the layer."
+                )
+
+
+def _place(tensor: Tensor) -> int:
+    """What identifies a tensor's memory, also where two parameters share it; empty and meta tensors have only themselves."""
+    return tensor.data_ptr() or id(tensor)
+
+
+def _unsupported(layer: Layer) -> str:
+    """Why a layer's own kind cannot be pruned, with what to do first; empty if it can."""
+    module = layer.module
+    if isinstance(getattr(module, "weight", None), nn.parameter.UninitializedParameter):
+        return "its weight has no shape yet; run one batch first"
+    if parametrize.is_parametrized(module):
+        return "its weight is parametrised (weight_norm and the like), so writing it would be undone; remove that first"
+    if not isinstance(module.weight, nn.Parameter) or not isinstance(module.bias, nn.Parameter | NoneType):
+        return "its weight or bias is not a parameter (torch.nn.utils.prune, perhaps); make it permanent first (prune.remove)"
+    if layer.weight.device.type == "meta":
+        return "its weight is on the meta device; load weights first"
+    plain = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
+    if any(getattr(type(module), f, None) is not getattr(plain, f, None) for f in ("forward", "_conv_forward")):
+        return f"{type(module).__name__} computes its output in its own way, not as {plain.__name__} does; use a plain one"
+    return ""

@@ -42,7 +42,8 @@ class Metric:
     def unscaled(self, scaled: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
         """Return to the layer's own units; kept weights on dead inputs, which have no scale, stay as they were."""
         dead = self.scale == 0
-        out = torch.where(dead, weight.to(torch.float64), scaled / torch.where(dead, 1.0, self.scale))
+        same = dead | mask.all(dim=-1, keepdim=True)  # rows that lost nothing come back to the bit
+        out = torch.where(same, weight.to(torch.float64), scaled / torch.where(dead, 1.0, self.scale))
         return torch.where(mask, out, 0.0)
 
 
@@ -81,8 +82,8 @@ def metric(
 
 
 def rank(moment: Tensor) -> int:
-    """Numerical rank of a symmetric moment."""
-    return int(torch.linalg.matrix_rank(moment.to(torch.float64), hermitian=True))
+    """How many independent directions a moment has above the noise of float32 products."""
+    return int(torch.linalg.matrix_rank(moment.to(torch.float64), rtol=1e-6, hermitian=True))
 
 
 def spectral_norm(matrix: Tensor) -> float:
@@ -125,7 +126,8 @@ def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
 
 
 def _try(psi: Tensor, damping: float) -> Metric | None:
-    energy = psi.diagonal() + damping
+    # A dead column costs nothing to delete, whatever the damping that others need.
+    energy = torch.where(psi.diagonal() == 0, 0.0, psi.diagonal() + damping)
     scale = energy.clamp_min(0.0).sqrt()
     dead = scale == 0
     divisor = torch.where(dead, 1.0, scale)
@@ -141,8 +143,14 @@ def _try(psi: Tensor, damping: float) -> Metric | None:
 
 
 def _helped(psi: Tensor, damping: float, name: str, samples: int | None) -> str:
+    d = len(psi)
+    # The rank is only for the message: not worth an eigendecomposition of a large matrix.
+    known = f"rank {rank(psi)} of {d}" if d <= 1024 else f"{d} columns"
     seen = "" if samples is None else f"; {samples} samples"
-    return (
-        f"{name}: Ψ is singular (rank {rank(psi)} of {len(psi)}{seen}), so λ = {damping:.2e} was added to its diagonal. "
-        f"Normal where inputs are dead or duplicated; otherwise use more calibration data, or set damping yourself."
+    few = samples is not None and samples < d
+    advice = (
+        "With so few samples the layer's error says little about new data: use more."
+        if few
+        else "Normal where inputs are dead or duplicated; otherwise use more data, or set damping yourself."
     )
+    return f"{name}: its input moment Ψ is singular ({known}{seen}), so λ = {damping:.2e} was added to the diagonal. {advice}"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lobs import bounds, chain, linalg, scores
+from lobs import bounds, linalg, scores
 from lobs.allocate import allocate
-from lobs.calibrate import Calibration, batch_size, call, collect, evaluating
+from lobs.calibrate import Calibration, collect
 from lobs.errors import CalibrationError, LobsError
 from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
@@ -41,6 +42,7 @@ def prune(
     prune_bias: bool = False,
     damping: float | None = None,
     diagnostics: bool = False,
+    held_out: Iterable[Any] | None = None,
 ) -> Pruning:
     """Remove weights from a trained network and move the rest to compensate.
 
@@ -59,6 +61,7 @@ def prune(
         prune_bias: let biases be removed too, and count them.
         damping: λ added to every Ψ's diagonal; chosen, and reported, by default.
         diagnostics: also record the distribution of sensitivities, for the report.
+        held_out: other inputs, to measure on them too how far the output moved.
 
     Returns:
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
@@ -92,7 +95,15 @@ def prune(
                     advance(1)
         else:
             calibration = _one_by_one(pruned, batches, twins, dense, job, calibration)
-        certificate = _certificate(model, pruned, batches if again else None, calibration, job, dense, inputs)
+        certificate = bounds.certificate(
+            model,
+            pruned,
+            calibration,
+            {name: error_of(calibration.samples) for name, error_of in job.sample_errors.items()},
+            batches=batches if again else None,
+            held_out=held_out,
+            dense_gains=dense if inputs == "pruned" else None,
+        )
     if inplace:
         model.load_state_dict(pruned.state_dict())
         pruned = model
@@ -132,7 +143,7 @@ class _Job:
         self.masks: dict[str, Tensor] = {}
         self.results: dict[str, LayerResult] = {}
         self.solutions: dict[str, Solution] = {}
-        self.margins: dict[str, float] = {}
+        self.sample_errors: dict[str, Callable[[int], float]] = {}
         self.paths: dict[str, DeletionPath] = {}
         self.counts: dict[str, int] = {}
         self.influence: dict[str, Tensor] = {}
@@ -172,7 +183,7 @@ class _Job:
         else:
             solution = solve(problem, self.solver, target)
         self.solutions[layer.name] = solution
-        self.margins[layer.name] = problem.error_margin(solution.weight)
+        self.sample_errors[layer.name] = partial(bounds.sample_error, problem, solution.weight, moments.count)
         self.masks |= layer.masks(solution.mask)
         self.results[layer.name] = LayerResult(
             name=layer.name,
@@ -207,42 +218,6 @@ def _one_by_one(
         moments[name] = (first if index == 0 else collect(pruned, batches, [layer]))[name]
         layer.write(job.solve(layer, dense[name], moments[name]))
     return Calibration(moments, first.samples, first.example)
-
-
-def _certificate(
-    model: nn.Module,
-    pruned: nn.Module,
-    batches: Iterable[Any] | None,
-    calibration: Calibration,
-    job: _Job,
-    dense: Mapping[str, Tensor],
-    inputs: Inputs,
-) -> bounds.Certificate:
-    measured = None if batches is None else deviation(model, pruned, batches)
-    # E is a mean over input vectors; a convolution has many a sample, and the theorem speaks of samples. What rounding may
-    # have hidden is added: a bound must hold.
-    errors = {
-        name: math.sqrt((row.error + job.margins[name]) * calibration[name].count / calibration.samples)
-        for name, row in job.results.items()
-    }
-    try:
-        links = chain.links(pruned, calibration.example, errors, dict(dense) if inputs == "pruned" else None)
-    except chain.NotAChainError as error:
-        return bounds.refuse(str(error), measured)
-    return bounds.certify(links, measured)
-
-
-def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any]) -> float | None:
-    """Root mean square distance between two networks' outputs over the data; None if they do not return one tensor."""
-    total, samples = 0.0, 0
-    with evaluating(model), evaluating(other):
-        for batch in batches:
-            a, b = call(model, batch), call(other, batch)
-            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-                return None
-            total += float((a.to(torch.float64) - b.to(torch.float64)).square().sum())
-            samples += batch_size(batch)
-    return math.sqrt(total / max(samples, 1))
 
 
 def sensitivities(problem: Problem) -> tuple[Tensor, float]:

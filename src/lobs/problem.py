@@ -45,6 +45,10 @@ class Problem:
     name: str = "layer"
 
     def __post_init__(self) -> None:
+        for part in ("weight", "moment", "mean"):
+            tensor = getattr(self, part)
+            if isinstance(tensor, Tensor):
+                object.__setattr__(self, part, tensor.detach())
         w, psi = self.weight, self.moment
         if w.dim() not in (2, 3) or psi.dim() != w.dim():
             raise ProblemError(
@@ -54,6 +58,8 @@ class Problem:
         wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
         if tuple(psi.shape) != wanted:
             raise ProblemError(f"{self.name}: moment has shape {tuple(psi.shape)}, weight asks for {wanted}.")
+        if w.shape[-1] == 0:
+            raise ProblemError(f"{self.name}: weight {tuple(w.shape)} has no columns.")
         if not w.is_floating_point() or not psi.is_floating_point():
             raise ProblemError(f"{self.name}: weight and moment must be floating point, not {w.dtype}, {psi.dtype}.")
         for what, tensor in (("weight", w), ("moment", psi)):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lobs import checkpoint
-from lobs.bounds import Certificate
+from lobs.ledger import Certificate
 from lobs.problem import Solution
 
 
@@ -44,7 +44,7 @@ class LayerResult:
         return self.kept / self.total if self.total else 1.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pruning:
     """A pruned network and everything known about it.
 
@@ -83,6 +83,9 @@ class Pruning:
             "seconds": self.seconds,
         }
 
+    def __repr__(self) -> str:
+        return f"Pruning\n{self.summary()}"
+
     def summary(self) -> str:
         """A table for people, in plain text."""
         width = max([len(layer.name) for layer in self.layers] + [5])
@@ -94,7 +97,10 @@ class Pruning:
                 f"{x.name:<{width}}  {shape:>16}  {kept:>17}  {x.relative_error:>10.4f}  {x.damping:>9.1e}  {x.seconds:>8.2f}"
             )
         lines.append(f"kept {self.kept:,} of {self.total:,} weights ({self.kept / max(self.total, 1):.2%})")
-        lines.append(str(self.certificate))
+        lines.append(f"{self.certificate} (root mean square over {self.settings.get('samples', '?')} calibration samples)")
+        empty = [x.name for x in self.layers if x.total and not x.kept]
+        if empty:
+            lines.append(f"nothing is left of {', '.join(empty)}: the target may ask too much of a small layer")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str], **extra: Any) -> Path:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Literal, TypeAlias, TypeVar
 
 from lobs.errors import TargetError
@@ -37,7 +38,7 @@ class Sparsity:
             raise TargetError("a network-wide Sparsity takes one number, not a mapping of layers.")
         for where, value in _entries(self.fraction):
             if not 0.0 <= value <= 1.0:
-                raise TargetError(f"Sparsity{where} is {value:g}: the fraction removed must lie between 0 and 1.")
+                raise TargetError(f"Sparsity{where} is {value:g}: the fraction removed must lie between 0 and 1 (90 % is 0.9).")
 
     def count(self, n: int) -> int:
         """How many of `n` weights go."""
@@ -72,7 +73,7 @@ def as_target(target: Target | float) -> Target:
     """Let a bare number stand for `Sparsity`."""
     if isinstance(target, Sparsity | ErrorBudget):
         return target
-    if isinstance(target, int | float) and not isinstance(target, bool):
+    if isinstance(target, Real) and not isinstance(target, bool):
         return Sparsity(float(target))
     raise TargetError(f"target {target!r} is not one of ours: use Sparsity(fraction) or ErrorBudget(epsilon).")
 

@@ -36,8 +36,10 @@ def verify_masks(saved: Checkpoint, model: nn.Module | None = None) -> list[Find
         revived = int((state[name].cpu()[~mask] != 0).sum())
         detail = f"{int((~mask).sum()):,} zeros hold" if revived == 0 else f"{revived:,} removed weights are not zero"
         findings.append(Finding(f"mask {name}", revived == 0, detail))
-    for row in saved.record.get("layers", []):
-        names = [n for n in saved.masks if n in (f"{row['name']}.weight", f"{row['name']}.bias")]
+    for row in _rows(saved):
+        # A network that is one bare layer has parameters without a prefix.
+        own = {f"{row['name']}.weight", f"{row['name']}.bias"}
+        names = [n for n in saved.masks if n in own] or [n for n in saved.masks if n in ("weight", "bias")]
         removed = sum(int((~saved.masks[n]).sum()) for n in names)
         findings.append(
             Finding(
@@ -55,11 +57,12 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
     Errors were measured on the inputs that the dense or the pruned network gives its layers; the latter are those of the
     finished network too, because a layer's inputs depend only on layers before it.
     """
-    recorded: Mapping[str, float] = {row["name"]: row["error"] for row in saved.record["layers"]}
-    watched = pruned if saved.record["settings"]["inputs"] == "pruned" else dense
-    calibration = collect(watched, batches, list(recorded))
-    before = {layer.name: layer for layer in find_layers(dense, list(recorded))}
-    after = {layer.name: layer for layer in find_layers(pruned, list(recorded))}
+    recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
+    settings = saved.record.get("settings")
+    watched = pruned if isinstance(settings, dict) and settings.get("inputs") == "pruned" else dense
+    calibration = collect(watched, batches, [layer for layer in find_layers(watched) if layer.name in recorded])
+    before = {layer.name: layer for layer in find_layers(dense)}
+    after = {layer.name: layer for layer in find_layers(pruned)}
     findings = []
     for name, promised in recorded.items():
         problem = layer_problem(before[name], before[name].matrix(), calibration[name])
@@ -67,3 +70,14 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
         close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * problem.energy
         findings.append(Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}"))
     return findings
+
+
+def _rows(saved: Checkpoint) -> list[dict[str, Any]]:
+    """The record's layer table, refused where it is not one: a file may say anything."""
+    rows = saved.record.get("layers", [])
+    whole = isinstance(rows, list) and all(isinstance(row, dict) and isinstance(row.get("name"), str) for row in rows)
+    if whole:
+        whole = all(isinstance(row.get(key), int | float) for row in rows for key in ("kept", "total", "error"))
+    if not whole:
+        raise FileError("the file's record of layers is damaged.")
+    return list(rows)

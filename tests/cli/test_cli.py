@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lobs.cli import app
@@ -27,6 +28,33 @@ def silent():
 
 def wrong():
     return 5
+
+def raises():
+    raise ValueError("my bug")
+
+def needs(argument):
+    return network()
+
+def wide():
+    return network()[0], [torch.randn(10, 21)]
+
+def labels_first():
+    return network()[0], [(torch.zeros(10, dtype=torch.long), torch.randn(10, 10))]
+
+def one_tensor():
+    return network()[0], torch.randn(100, 10)
+
+def odd_score():
+    return *network()[:2], lambda net: "good"
+
+def talkative():
+    print("hello from the user's code")
+    return network()
+
+def bare():
+    return nn.Linear(10, 8), [torch.randn(100, 10)]
+
+number = 3
 """
 
 
@@ -82,7 +110,9 @@ def test_a_users_own_network_from_the_shell(tmp_path):
     code, out, err = run("prune", "mycode:network", "--epsilon", "0.1", "--relative", "--out", "x.safetensors", cwd=tmp_path)
     assert code == 0, err
     assert "evaluate()" in out and (tmp_path / "x.safetensors").is_file()
-    code, out, err = run("verify", "x.safetensors", cwd=tmp_path)
+    code, _, err = run("verify", "x.safetensors", cwd=tmp_path)
+    assert code == 1 and "Add --trust to run that code" in err
+    code, out, err = run("verify", "x.safetensors", "--trust", cwd=tmp_path)
     assert code == 0 and "everything holds" in out, out + err
     code, out, _ = run("prune", "mycode:silent", "--keep", "50%", cwd=tmp_path)
     assert code == 0 and "not saved" in out
@@ -91,6 +121,45 @@ def test_a_users_own_network_from_the_shell(tmp_path):
 def test_a_network_wide_budget_from_the_shell():
     done = as_json("prune", "lenet300", "--keep", "10%", "--scope", "network", "--samples", 500)
     assert done["kept"] == 26_620 and done["layers"][2]["kept_fraction"] > done["layers"][0]["kept_fraction"]
+
+
+def test_json_is_pure_whatever_user_code_prints(tmp_path):
+    (tmp_path / "mycode.py").write_text(USER_CODE)
+    code, out, err = run("prune", "mycode:talkative", "--keep", "50%", "--json", cwd=tmp_path)
+    assert code == 0 and json.loads(out)["kept"] == 52 and "hello" in err
+
+
+def test_a_bare_layer_can_be_saved_and_verified(tmp_path):
+    (tmp_path / "mycode.py").write_text(USER_CODE)
+    code, _, err = run("prune", "mycode:bare", "--keep", "50%", "--out", "x.safetensors", cwd=tmp_path)
+    assert code == 0, err
+    code, out, _ = run("verify", "x.safetensors", "--no-recompute", cwd=tmp_path)
+    assert code == 0 and "kept 40, recorded 40" in out
+
+
+def test_a_file_cannot_run_code_that_the_user_did_not_name(tmp_path):
+    import lobs
+
+    path = tmp_path / "evil.safetensors"
+    lobs.save(
+        path, {"w": torch.zeros(2)}, {"w": torch.zeros(2, dtype=torch.bool)}, {"network": "os:abort", "origin": "os:abort"}
+    )
+    for command in ("eval", "verify", "inspect"):
+        code, _, err = run(command, path)
+        assert code == 1 and "Add --trust to run that code" in err
+
+
+@pytest.mark.parametrize("record", [{"layers": "abc"}, {"layers": [{"name": "w"}]}, {"layers": [3]}, {"network": 5}])
+def test_a_damaged_record_is_one_clear_line(tmp_path, record):
+    import lobs
+
+    path = lobs.save(tmp_path / "x.safetensors", {"w": torch.zeros(2)}, {"w": torch.zeros(2, dtype=torch.bool)}, record)
+    code, _, err = run("verify" if "layers" in record else "eval", path)
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_version():
+    assert run("--version")[1].startswith("lobs 0.")
 
 
 def test_sweep_writes_csv_and_picture(tmp_path):
@@ -147,7 +216,21 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "lenet300"], "give exactly one of --keep, --sparsity, --epsilon"),
         (["prune", "lenet300", "--keep", "7%", "--epsilon", "1"], "give exactly one"),
         (["prune", "lenet300", "--keep", "much"], "is not a number"),
-        (["prune", "lenet300", "--keep", "170%"], "between 0 and 1"),
+        (["prune", "lenet300", "--keep", "170%"], "--keep 170% is 170 %, not between 0 and 100 %"),
+        (["prune", "lenet300", "--keep", "7"], "--keep 7 is 700 %, not between 0 and 100 %; did you mean 7%?"),
+        (["prune", "lenet300", "--keep", "7%", "--relative"], "--relative goes with --epsilon"),
+        (["prune", "lenet300", "--keep", "7%", "--out", "."], "it is a folder"),
+        (["prune", "mycode:raises", "--keep", "7%"], "'mycode:raises' raised ValueError: my bug"),
+        (["prune", "mycode:needs", "--keep", "7%"], "raised TypeError"),
+        (["prune", "mycode:number", "--keep", "7%"], "raised TypeError"),
+        (["prune", "mycode:wide", "--keep", "7%"], "layer '0' takes floating-point inputs of 10 features, but was given"),
+        (["prune", "mycode:labels_first", "--keep", "7%"], "In a tuple the input comes first"),
+        (["prune", "mycode:one_tensor", "--keep", "7%"], "one tensor x is [x]"),
+        (["prune", "mycode:odd_score", "--keep", "7%"], "evaluate returned 'good'"),
+        (["prune", ":f", "--keep", "7%"], "raised ValueError"),
+        (["sweep", "mycode:network", "--start", "0.9", "--stop", "0.5"], "start must come before stop"),
+        (["sweep", "mycode:network", "--by", "rato"], "use ratio or epsilon"),
+        (["sweep", "mycode:network", "--out", "mycode.py"], "cannot make the folder"),
         (["prune", "nonsense", "--keep", "7%"], "neither a zoo network"),
         (["prune", "no_such_module:f", "--keep", "7%"], "cannot import"),
         (["prune", "mycode:nothing", "--keep", "7%"], "has no 'nothing'"),
@@ -157,7 +240,7 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "mycode:network", "--keep", "7%", "--scope", "odd"], "use 'layer' or 'network'"),
         (["prune", "mycode:network", "--epsilon", "1", "--scope", "network"], "--scope goes with --keep"),
         (["prune", "mycode:network", "--keep", "fc9=7%"], "matches no prunable layer"),
-        (["prune", "mycode:network", "--keep", "7%", "--out", "no/such/x"], "does not exist"),
+        (["prune", "mycode:network", "--keep", "7%", "--out", "no/such/x"], "there is no folder"),
         (["sweep", "mycode:silent"], "no evaluate function"),
         (["eval", "mycode:silent"], "no evaluate function"),
         (["verify", "missing.safetensors"], "there is no file"),
@@ -177,4 +260,4 @@ def test_bad_input_is_one_clear_line(args, message, tmp_path, monkeypatch, capsy
     err = capsys.readouterr().err
     assert stop.value.code == 1 and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
-    assert {path.name for path in tmp_path.iterdir()} <= {"mycode.py", "__pycache__"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"mycode.py", "__pycache__", "lobs-sweep"}

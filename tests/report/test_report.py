@@ -17,8 +17,8 @@ from plotly.offline import get_plotlyjs
 from torch import nn
 
 import lobs
-from lobs.bounds import Certificate
 from lobs.errors import FileError, LobsError
+from lobs.ledger import Certificate
 from lobs.report import Run, figures, panels, words, write_report
 from lobs.report.tables import environment
 from lobs.result import Histogram

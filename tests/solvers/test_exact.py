@@ -77,6 +77,19 @@ def test_dead_inputs_go_first_and_cost_nothing():
     assert not bool(solution.mask[:, :3].any()) and solution.error == 0 and solution.damping == 0
 
 
+def test_dead_inputs_stay_free_where_others_need_damping():
+    psi = make_moment(10)
+    psi[0] = psi[:, 0] = 0
+    psi[2], psi[:, 2] = psi[1], psi[:, 1]
+    psi[2, 2] = psi[1, 2] = psi[2, 1] = psi[1, 1]
+    weight = torch.randn(4, 10)
+    weight[:, 0] = 1000
+    for name in ("exact", "lobs"):
+        solution = solve(Problem(weight, psi), name, 4 / 40)
+        assert solution.damping > 0 and not bool(solution.mask[:, 0].any())
+    assert solve(Problem(weight, psi), "exact", ErrorBudget(0.0)).removed >= 4
+
+
 def test_ill_conditioned_float32_is_swept_in_float64():
     # A stale or float32 inverse misses here; the sum of losses must still be the error.
     weight, psi = torch.randn(10, 60), make_moment(60, correlated=30.0, n=61)

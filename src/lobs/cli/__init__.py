@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
-from lobs.cli import demo, eval_, inspect_, prune, sweep, train, verify
+from lobs import __version__
+from lobs.cli import common, demo, eval_, inspect_, prune, sweep, train, verify
 from lobs.errors import LobsError
 
 app = typer.Typer(
@@ -27,13 +29,26 @@ app.command()(sweep.sweep)
 app.command()(verify.verify)
 
 
+@app.callback(invoke_without_command=True)
+def _version(version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit.")) -> None:
+    if version:
+        common.say(f"lobs {__version__}")
+        raise typer.Exit
+
+
 def main() -> None:
-    """Run the command; an error that we raise on purpose is one line and exit code 1."""
+    """Run the command; any error is one line and exit code 1, with LOBS_DEBUG=1 the whole traceback."""
+    if "--json" in sys.argv:  # whatever the user's own code prints must not mix with the document
+        common.output, sys.stdout = sys.stdout, sys.stderr
     try:
         app()
-    except LobsError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(1)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
+        sys.stderr.write("interrupted; nothing was written\n")
         sys.exit(130)
+    except Exception as error:
+        if os.environ.get("LOBS_DEBUG"):
+            raise
+        ours = isinstance(error, LobsError)
+        text = str(error) if ours else f"{type(error).__name__}: {' '.join(str(error).split())} (LOBS_DEBUG=1 shows where)"
+        sys.stderr.write(f"error: {text}\n")
+        sys.exit(1)

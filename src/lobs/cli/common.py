@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -24,7 +24,11 @@ SubjectArgument = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")]
-SamplesOption = Annotated[int | None, typer.Option(min=1, help="Calibration samples to use; all by default.")]
+SamplesOption = Annotated[int | None, typer.Option(min=1, help="Calibration samples to use; all if not given.")]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the package.module:function that a checkpoint file names as its network."),
+]
 SolverOption = Annotated[
     str,
     typer.Option(help="exact, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, apozw or random."),
@@ -33,9 +37,13 @@ LayersOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob
 SkipOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to leave alone; repeat for more.")]
 
 
+output: TextIO | None = None  # where JSON goes when standard output is kept for it
+
+
 def print_json(document: Any) -> None:
     """Write JSON to standard output; numbers that JSON has no word for become null."""
-    sys.stdout.write(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n")
+    stream = output or sys.stdout
+    stream.write(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> None:
@@ -79,18 +87,24 @@ def parse_fractions(text: str, option: str) -> float | dict[str, float]:
     """Read '0.07', '7%' or 'fc1=0.067,fc2=20%'."""
     try:
         if "=" not in text:
-            return _fraction(text)
+            return _fraction(text, option)
         pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
-        return {name.strip(): _fraction(value) for name, value in pairs}
+        return {name.strip(): _fraction(value, option) for name, value in pairs}
+    except TargetError:
+        raise
     except ValueError:
         raise TargetError(
             f"{option} {text!r} is not a number, a percentage, or name=number pairs. Examples: 0.07, 7%, fc1=0.067,fc*=0.2."
         ) from None
 
 
-def _fraction(text: str) -> float:
+def _fraction(text: str, option: str) -> float:
     text = text.strip()
-    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if option != "--epsilon" and not 0 <= value <= 1:
+        hint = f"; did you mean {text}%?" if 1 < value <= 100 and not text.endswith("%") else ""
+        raise TargetError(f"{option} {text} is {100 * value:g} %, not between 0 and 100 %{hint}")
+    return value
 
 
 def complement(kept: float | dict[str, float]) -> float | dict[str, float]:
@@ -112,7 +126,9 @@ def folder(path: Path) -> Path:
 def writable(path: Path | None) -> Path | None:
     """Refuse an output path whose folder does not exist before any work is done."""
     if path is not None and not path.parent.is_dir():
-        raise FileError(f"cannot write '{path}': the folder '{path.parent}' does not exist.")
+        raise FileError(f"cannot write '{path}': there is no folder '{path.parent}'; make it first.")
+    if path is not None and path.is_dir():
+        raise FileError(f"cannot write '{path}': it is a folder; name a file in it.")
     return path
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +42,8 @@ def demo(
         for solver, label in METHODS.items():
             if not json:
                 say(f"pruning {subject.title} by {label} …")
-            result = prune(subject.model, subject.batches, target, solver=solver, diagnostics=solver == "exact")
+            settings = {"solver": solver, "diagnostics": solver == "exact", "held_out": subject.held_out}
+            result = prune(subject.model, subject.batches, target, **settings)  # type: ignore[arg-type]
             runs.append(Run(label, result, before, subject.score(result.model)))
     best = runs[-1]
     report = write_report(
@@ -52,8 +55,18 @@ def demo(
         print_json({"runs": rows, "report": str(report), "network": str(network)})
         return
     _table(runs, before)
+    ratios = ",".join(f"{name}={100 * kept:g}%" for name, kept in KEPT.items())
     say(f"report   {report}\nnetwork  {network}")
-    say(f"next     lobs verify {network}     lobs prune lenet5 --keep 10% --report report.html")
+    say(f"again    {_program()} prune lenet300 --keep {ratios}\nnext     {_program()} verify {network}")
+
+
+def _program() -> str:
+    """How to call this command here: by name if it is on the path, by its place if not."""
+    found = shutil.which("lobs")
+    place = Path(sys.argv[0])
+    if (found and Path(found).resolve() == place.resolve()) or not place.is_file():
+        return "lobs"
+    return str(place)
 
 
 def _table(runs: list[Run], before: float | None) -> None:
@@ -65,9 +78,11 @@ def _table(runs: list[Run], before: float | None) -> None:
             f"{sum(x.error for x in run.pruning.layers):.4g}",
             optional(run.pruning.certificate.bound),
             optional(run.pruning.certificate.measured),
+            optional(run.pruning.certificate.held_out),
             f"{run.pruning.seconds:.1f}",
         ]
         for run in runs
     ]
-    columns = ["method", "kept", "test error (%)", "layer error ΣE", "output bound", "measured", "seconds"]
-    print_table("LeNet-300-100 on MNIST, no retraining", columns, rows)
+    columns = ["method", "kept", "test error (%)", "layer error ΣE", "output bound", "measured", "held out", "seconds"]
+    kept = ", ".join(f"{name} {100 * share:g} %" for name, share in KEPT.items())
+    print_table("LeNet-300-100 on MNIST, no retraining", columns, rows, note=f"kept by layer: {kept}")

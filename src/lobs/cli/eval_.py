@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lobs.cli.common import JsonOption, SubjectArgument, print_json, say
+from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, print_json, say
 
 
-def evaluate(network: SubjectArgument, json: JsonOption = False) -> None:
+def evaluate(network: SubjectArgument, trust: TrustOption = False, json: JsonOption = False) -> None:
     """Evaluate a network: test error for the zoo's, the user's own function for others.
 
     Example: `lobs eval lobs-demo/lenet300-7pct.safetensors`
@@ -13,7 +13,7 @@ def evaluate(network: SubjectArgument, json: JsonOption = False) -> None:
     from lobs.cli.subject import open_subject
     from lobs.errors import LobsError
 
-    subject = open_subject(network)
+    subject = open_subject(network, trust=trust)
     score = subject.score(subject.model)
     if score is None:
         raise LobsError(f"'{network}' returns no evaluate function: return (model, batches, evaluate).")

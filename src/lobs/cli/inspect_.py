@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lobs.cli.common import JsonOption, SamplesOption, SubjectArgument, notes, print_json, print_table
+from lobs.cli.common import JsonOption, SamplesOption, SubjectArgument, TrustOption, notes, print_json, print_table
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-def inspect(network: SubjectArgument, samples: SamplesOption = 5_000, json: JsonOption = False) -> None:
+def inspect(
+    network: SubjectArgument, samples: SamplesOption = 5_000, trust: TrustOption = False, json: JsonOption = False
+) -> None:
     """List the prunable layers with sizes and the quantiles of their weights' sensitivities.
 
     A sensitivity is the layer error E that deleting one weight would cost, the rest of its row re-optimised. Example:
@@ -19,7 +21,7 @@ def inspect(network: SubjectArgument, samples: SamplesOption = 5_000, json: Json
     from lobs.cli.subject import open_subject
     from lobs.layers import find_layers
 
-    subject = open_subject(network, samples)
+    subject = open_subject(network, samples, trust=trust)
     found = find_layers(subject.model)
     with notes():
         calibration = collect(subject.model, subject.batches, found, progress=not json)

@@ -14,6 +14,7 @@ from lobs.cli.common import (
     SkipOption,
     SolverOption,
     SubjectArgument,
+    TrustOption,
     command_line,
     complement,
     notes,
@@ -24,6 +25,7 @@ from lobs.cli.common import (
     say,
     writable,
 )
+from lobs.errors import LobsError
 
 if TYPE_CHECKING:
     from lobs.targets import Target
@@ -47,6 +49,7 @@ def prune(
     damping: Annotated[float | None, typer.Option(min=0, help="λ added to every Ψ; chosen by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the pruned network (safetensors).")] = None,
     report: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
+    trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Prune a network: a zoo's, a checkpoint's, or your own from package.module:function.
@@ -55,6 +58,8 @@ def prune(
     `lobs prune mycode:network --epsilon 0.1 --relative`
     """
     require_one(keep=keep, sparsity=sparsity, epsilon=epsilon)
+    if relative and epsilon is None:
+        raise LobsError("--relative goes with --epsilon.")
     target = _target(keep, sparsity, epsilon, relative, scope)
     writable(out)
     writable(report)
@@ -62,7 +67,7 @@ def prune(
     from lobs.cli.subject import open_subject
     from lobs.pipeline import prune as run
 
-    subject = open_subject(network, samples)
+    subject = open_subject(network, samples, trust=trust)
     before = subject.score(subject.model)
     with notes():
         result = run(
@@ -77,6 +82,7 @@ def prune(
             prune_bias=prune_bias,
             damping=damping,
             diagnostics=report is not None,
+            held_out=subject.held_out,
         )
     after = subject.score(result.model)
     written = _write(result, subject, solver, before, after, out, report)

@@ -34,11 +34,18 @@ class Subject:
     batches: Iterable[Any]
     evaluate: Callable[[nn.Module], float] | None
     metric: str
+    held_out: Iterable[Any] | None = None
     samples: int | None = None
 
     def score(self, model: nn.Module) -> float | None:
         """What `evaluate` says of a network, if there is one."""
-        return None if self.evaluate is None else float(self.evaluate(model))
+        if self.evaluate is None:
+            return None
+        value = self.evaluate(model)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise LobsError(f"{self.title}: evaluate returned {value!r}; it must return a number.") from None
 
     def provenance(self) -> dict[str, Any]:
         """What a saved result must say so that `lobs verify` can find the dense network and the data again."""
@@ -50,12 +57,15 @@ class Subject:
         }
 
 
-def open_subject(spec: str, samples: int | None = None) -> Subject:
-    """Resolve a zoo name, package.module:function, or a checkpoint file, in this order."""
+def open_subject(spec: str, samples: int | None = None, *, trust: bool = False) -> Subject:
+    """Resolve a zoo name, a checkpoint file, or package.module:function, in this order.
+
+    A file may name a function as its network; that runs code the user did not type, so it takes `trust`.
+    """
     if spec in zoo.ZOO:
         return _from_zoo(spec, samples)
     if Path(spec).is_file():
-        return _from_file(spec, samples)
+        return _from_file(spec, samples, trust)
     if ":" in spec:
         return _from_function(spec, samples)
     raise FileError(f"'{spec}' is neither a zoo network ({', '.join(zoo.ZOO)}), nor a file, nor package.module:function.")
@@ -82,11 +92,12 @@ def _from_zoo(name: str, samples: int | None) -> Subject:
         batches=mnist.load("train").batches(limit=samples),
         evaluate=lambda model: error_rate(model, test),
         metric="test error (%)",
+        held_out=test,
         samples=samples,
     )
 
 
-def _from_file(path: str, samples: int | None) -> Subject:
+def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
     saved = checkpoint.load(path)
     network = saved.record.get("network")
     if not isinstance(network, str):
@@ -94,12 +105,16 @@ def _from_file(path: str, samples: int | None) -> Subject:
             f"'{path}' does not say which network it holds; only files written by lobs train and lobs prune do. For your own "
             f"network write a function and name it as package.module:function."
         )
-    base = open_subject(network, samples)
+    if network not in zoo.ZOO and not trust:
+        raise FileError(f"'{path}' names '{network}' as its network. Add --trust to run that code.")
+    base = _from_zoo(network, samples) if network in zoo.ZOO else _from_function(network, samples)
     try:
         base.model.load_state_dict(saved.state_dict)
     except RuntimeError as error:
         raise FileError(f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}") from error
-    return Subject(path, network, base.title, base.model.eval(), base.batches, base.evaluate, base.metric, samples)
+    return Subject(
+        path, network, base.title, base.model.eval(), base.batches, base.evaluate, base.metric, base.held_out, samples
+    )
 
 
 def _from_function(spec: str, samples: int | None) -> Subject:
@@ -107,13 +122,17 @@ def _from_function(spec: str, samples: int | None) -> Subject:
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that a file beside the user is found
     try:
         function = getattr(importlib.import_module(module_name), function_name)
+        answer = function()
     except ModuleNotFoundError as error:
         raise LobsError(f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it.") from error
-    except AttributeError:
-        raise LobsError(f"module '{module_name}' has no '{function_name}'.") from None
+    except LobsError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        if isinstance(error, AttributeError) and function_name in str(error):
+            raise LobsError(f"module '{module_name}' has no '{function_name}'.") from None
+        raise LobsError(f"'{spec}' raised {type(error).__name__}: {' '.join(str(error).split())}") from error
     finally:
         sys.path.pop(0)
-    answer = function()
     if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
         raise LobsError(f"'{spec}' must return (model, batches) or (model, batches, evaluate), not {type(answer).__name__}.")
     model, batches, *rest = answer

@@ -16,6 +16,7 @@ from lobs.cli.common import (
     SkipOption,
     SolverOption,
     SubjectArgument,
+    TrustOption,
     folder,
     notes,
     print_json,
@@ -30,29 +31,39 @@ if TYPE_CHECKING:
 def sweep(
     network: SubjectArgument,
     by: Annotated[str, typer.Option(help="ratio (fraction removed) or epsilon (relative layer error).")] = "ratio",
-    start: Annotated[float, typer.Option(help="First value.")] = 0.5,
-    stop: Annotated[float, typer.Option(help="Last value.")] = 0.99,
+    start: Annotated[float | None, typer.Option(help="First value; 0.5 by ratio, 0.01 by epsilon.")] = None,
+    stop: Annotated[float | None, typer.Option(help="Last value; 0.99 by ratio, 0.6 by epsilon.")] = None,
     points: Annotated[int, typer.Option(min=2, max=1000, help="How many values.")] = 15,
     solver: SolverOption = "exact",
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
     out: Annotated[Path, typer.Option(help="Folder for sweep.csv and sweep.png.")] = Path("lobs-sweep"),
+    trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Prune further and further, evaluate each time, and mark the pruning inflection point.
 
     Values are spaced closer towards the far end of a ratio, where things happen. Example: `lobs sweep lenet300 --layers fc1`
     """
+    from lobs.errors import LobsError, TargetError
+
+    first = start if start is not None else 0.5 if by == "ratio" else 0.01
+    last = stop if stop is not None else 0.99 if by == "ratio" else 0.6
+    if by not in ("ratio", "epsilon"):
+        raise TargetError(f"--by {by}: use ratio or epsilon.")
+    if not 0 <= first < last or (by == "ratio" and last > 1):
+        raise TargetError(f"--start {first:g} --stop {last:g}: start must come before stop, and a ratio ends at 1.")
+    target = folder(out)
+
     from lobs.cli.subject import open_subject
-    from lobs.errors import LobsError
     from lobs.sweep import inflection
     from lobs.sweep import sweep as run
 
-    subject = open_subject(network, samples)
+    subject = open_subject(network, samples, trust=trust)
     if subject.evaluate is None:
         raise LobsError(f"'{network}' returns no evaluate function: return (model, batches, evaluate).")
-    values = spaced(by, start, stop, points)
+    values = spaced(by, first, last, points)
     with notes():
         found = run(
             subject.model,
@@ -66,13 +77,13 @@ def sweep(
             progress=not json,
         )
     knee = inflection(found)
-    target = folder(out)
+    dense = subject.score(subject.model)
     written = [str(_write_csv(target / "sweep.csv", found, knee))]
-    picture = _write_png(target / "sweep.png", found, knee, f"{subject.title}, {solver}", subject.metric)
+    picture = _write_png(target / "sweep.png", found, knee, dense, f"{subject.title}, {solver}", subject.metric)
     written += [str(picture)] if picture else []
     if json:
         mark = None if knee is None else asdict(knee)
-        print_json({"points": [asdict(p) for p in found], "inflection": mark, "files": written})
+        print_json({"dense": dense, "points": [asdict(p) for p in found], "inflection": mark, "files": written})
         return
     rows = [
         [
@@ -85,7 +96,9 @@ def sweep(
         for p in found
     ]
     columns = [by, "kept", "mean rel. layer error", subject.metric, "inflection"]
-    print_table(f"{subject.title}: {solver}", columns, rows)
+    print_table(f"{subject.title}: {solver}; dense {subject.metric} {dense:.4g}", columns, rows)
+    if knee is None:
+        say("no inflection point: it takes four points or more, and a score that rises")
     say("\n".join(written))
     if picture is None:
         say("no picture: matplotlib is not installed; pip install 'lobs[plots]'")
@@ -110,7 +123,9 @@ def _write_csv(path: Path, points: list[SweepPoint], knee: SweepPoint | None) ->
     return path
 
 
-def _write_png(path: Path, points: list[SweepPoint], knee: SweepPoint | None, title: str, metric: str) -> Path | None:
+def _write_png(
+    path: Path, points: list[SweepPoint], knee: SweepPoint | None, dense: float | None, title: str, metric: str
+) -> Path | None:
     try:
         import matplotlib as mpl
     except ImportError:
@@ -121,7 +136,11 @@ def _write_png(path: Path, points: list[SweepPoint], knee: SweepPoint | None, ti
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     removed = [100 * (1 - p.kept_fraction) for p in points]
     left.plot(removed, [p.score for p in points], "o-", color="#0072B2", markersize=4)
-    left.set(xlabel="weights removed (%)", ylabel=metric, title=title)
+    if dense is not None:
+        left.axhline(dense, color="0.6", linewidth=1, linestyle=":")
+        left.annotate("dense", (removed[0], dense), xytext=(0, 4), textcoords="offset points", fontsize=9, color="0.4")
+    left.set(xlabel="weights removed (%)", ylabel=metric)
+    figure.suptitle(title)
     right.semilogy(removed, [max(p.relative_error, 1e-12) for p in points], "o-", color="#D55E00", markersize=4)
     right.set(xlabel="weights removed (%)", ylabel="mean relative layer error")
     for axes, value in ((left, "score"), (right, "relative_error")):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, print_json, say
+from lobs.cli.common import JsonOption, TrustOption, print_json, say
 
 if TYPE_CHECKING:
     from lobs.checkpoint import Checkpoint
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def verify(
     file: Annotated[Path, typer.Argument(help="A network saved by `lobs prune --out` or `Pruning.save`.")],
     recompute: Annotated[bool, typer.Option(help="Also recompute every layer's error from the data.")] = True,
+    trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Check that masks hold, counts are right, and the recorded errors are what the data says; exit code 1 if not.
@@ -34,7 +35,7 @@ def verify(
     findings = verify_masks(saved)
     skipped = ""
     if recompute and isinstance(saved.record.get("origin"), str):
-        findings += _recompute(file, saved)
+        findings += _recompute(file, saved, trust)
     elif recompute:
         skipped = "errors not recomputed: the file does not say where the dense network comes from"
     good = all(f.holds for f in findings)
@@ -48,12 +49,17 @@ def verify(
         raise typer.Exit(1)
 
 
-def _recompute(file: Path, saved: Checkpoint) -> list[Finding]:
+def _recompute(file: Path, saved: Checkpoint, trust: bool) -> list[Finding]:
     from lobs.cli.subject import open_subject, weights_hash
+    from lobs.errors import FileError
     from lobs.verify import Finding, verify_errors
+    from lobs.zoo import ZOO
 
-    dense = open_subject(saved.record["origin"], saved.record.get("calibration_limit"))
-    pruned = open_subject(str(file))
+    origin = saved.record["origin"]
+    if origin not in ZOO and ":" in origin and not trust:
+        raise FileError(f"'{file}' names '{origin}' as its network. Add --trust to run that code, or --no-recompute.")
+    dense = open_subject(origin, saved.record.get("calibration_limit"), trust=trust)
+    pruned = open_subject(str(file), trust=trust)
     expected = saved.record.get("origin_weights")
     same = expected is None or expected == weights_hash(dense.model)
     source = Finding("dense network", same, f"{saved.record['origin']} {'is' if same else 'is not'} the one that was pruned")

@@ -25,11 +25,12 @@ def greedy(
     inverse: Tensor, weight: Tensor, protected: int, *, backend: Backend = "auto", label: str = "exact"
 ) -> tuple[Tensor, Tensor]:
     """Run greedy deletion to the end for every row, in the dtype of `inverse`."""
-    inverse, weight = inverse.contiguous(), weight.to(inverse.dtype)
-    # Scaling a row scales its losses; done so that float32 holds them whatever the layer's units.
-    size = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
-    order, losses = _backend(backend, inverse)(inverse, weight / size, protected, label)
-    return order, losses.to(torch.float64) * size.to(torch.float64).square()
+    # Scaling a row scales its losses; done in float64, so that float32 holds them whatever the layer's units.
+    weight = weight.to(torch.float64)
+    size = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    rows = (weight / size).to(inverse.dtype)
+    order, losses = _backend(backend, inverse)(inverse.contiguous(), rows, protected, label)
+    return order, losses.to(torch.float64) * size.square()
 
 
 def _backend(name: Backend, inverse: Tensor) -> Kernel:

@@ -49,6 +49,8 @@ def as_solver(solver: str | Solver) -> Solver:
         if solver not in SOLVERS:
             raise SolverError(f"unknown solver '{solver}'. There are: {', '.join(SOLVERS)}.")
         return SOLVERS[solver]
-    if isinstance(solver, Solver):
+    if isinstance(solver, Solver) and not isinstance(solver, type):
         return solver
-    raise SolverError(f"{solver!r} is not a solver: it needs a `needs` set and to be callable on (problem, target).")
+    raise SolverError(
+        f"{solver!r} is not a solver: it needs a `needs` set and to be callable on (problem, target); give an instance."
+    )

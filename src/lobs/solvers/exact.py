@@ -74,7 +74,9 @@ class DeletionPath:
         """Solve for the weights with `count` of them removed: least squares on the support, row by row."""
         mask = self.mask_at(count)
         parts = []
-        for metric, (weight, _), kept in zip(self.metrics, self.problem.groups, mask.view(-1, *mask.shape[-2:]), strict=True):
+        for metric, (weight, _), kept in zip(
+            self.metrics, self.problem.groups, mask.view(len(self.metrics), *mask.shape[-2:]), strict=True
+        ):
             solved = linalg.least_squares_on_support(metric.gram, metric.scaled(weight), kept)
             parts.append(metric.unscaled(solved, weight, kept))
         weight = torch.stack(parts).view(self.problem.weight.shape)

@@ -31,7 +31,7 @@ class Refine:
         found = self.inner(problem, target)
         damping = found.damping
         parts = []
-        shape = (-1, *problem.weight.shape[-2:])
+        shape = (len(problem.groups), *problem.weight.shape[-2:])
         for (weight, moment), mask, before in zip(
             problem.groups, found.mask.view(shape), found.weight.view(shape), strict=True
         ):
