@@ -20,7 +20,7 @@ def test_python_block_runs(block, tmp_path, monkeypatch):
 
 
 def test_there_are_blocks():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 def test_every_command_in_the_readme_exists():

@@ -18,7 +18,8 @@ from lobs.errors import NumericalWarning, ProblemError
 
 # A column less than this share independent of the others is noise: moments are sums of float32 products.
 _LEAST_INDEPENDENT = 1e-7
-_LADDER = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+# Columns that are collinear but nearly dead (an image's border) need next to nothing; a moment of few samples needs more.
+_LADDER = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def metric(
     """Equilibrate and invert Ψ + λI.
 
     `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined; otherwise the smallest of
-    (1e-6, 1e-5, …) × mean(diag Ψ), and not less than `first`, that makes it so, announced by a `NumericalWarning`. Dead
+    (1e-9, 1e-6, 1e-5, …) × mean(diag Ψ), and not less than `first`, that makes it so, announced by a `NumericalWarning`. Dead
     columns (Ψ_qq = 0) need no damping: they get scale 0, so deleting them costs exactly nothing. Costs d³ flops and three
     d×d float64 matrices.
     """

@@ -58,11 +58,13 @@ def relative_errors(runs: Sequence[Run]) -> Figure:
 
 def bounds(runs: Sequence[Run]) -> Figure | None:
     """Bars on a logarithmic axis: what was measured, what is guaranteed; None where nothing is."""
-    rows = ["measured", "spectral bound", "Frobenius bound"]
+    tried = any(run.pruning.certificate.held_out is not None for run in runs)
+    rows = [*(["held-out inputs"] if tried else []), "measured", "spectral bound", "Frobenius bound"]
     data = []
     for index, run in enumerate(runs):
         certificate = run.pruning.certificate
-        values = [positive(x) for x in (certificate.measured, certificate.bound, certificate.frobenius_bound)]
+        known = (certificate.held_out, certificate.measured, certificate.bound, certificate.frobenius_bound)[-len(rows) :]
+        values = [positive(x) for x in known]
         text = [number(x) if x else "" for x in values]
         hover = [shown(f"{run.label}: {x}") for x in text]
         data.append(_bars(index, values, hover) | {"text": text, "textposition": "outside", "cliponaxis": False})
@@ -70,7 +72,7 @@ def bounds(runs: Sequence[Run]) -> Figure | None:
     low = math.floor(low - 0.3)  # a bar of no length would be no bar
     x = axis("change of the output", type="log", range=[low, max(high + 0.25 * (high - low), low + 1.2)])
     guaranteed = any(run.pruning.certificate.bound is not None for run in runs)
-    return figure(data, _height(3, len(runs), 20), x, _rows(rows)) if guaranteed else None
+    return figure(data, _height(len(rows), len(runs), 20), x, _rows(rows)) if guaranteed else None
 
 
 def contributions(runs: Sequence[Run], most: int = 12) -> Figure | None:
@@ -81,7 +83,7 @@ def contributions(runs: Sequence[Run], most: int = 12) -> Figure | None:
     largest = sorted(names, key=lambda name: -shares[name])[:most]
     rows = [name for name in names if name in largest]
     data = [_bars(index, *_by_layer(run, rows, *_share_of(run))) for index, run in bounded]
-    height = max(_height(len(rows), len(data)), _height(3, len(runs), 20))  # stands beside `bounds`
+    height = max(_height(len(rows), len(data)), _height(4, len(runs), 20))  # stands beside `bounds`
     x = axis("share of the spectral bound (%)" + (f", the {most} largest" if len(names) > most else ""))
     return figure(data, height, x, _rows(short_names(rows))) if data else None
 

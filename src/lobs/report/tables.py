@@ -36,6 +36,7 @@ def headline(runs: Sequence[Run]) -> list[Column]:
     results = [run.pruning for run in runs]
     kept = [f"{x.kept:,} ({percent(kept_fraction(x))})" for x in results]
     measured, bound = [x.certificate.measured for x in results], [x.certificate.bound for x in results]
+    held_out = [x.certificate.held_out for x in results]
     errors = [total_error(x) for x in results]
     tested = any(run.error_before is not None or run.error_after is not None for run in runs)
     return [
@@ -43,6 +44,11 @@ def headline(runs: Sequence[Run]) -> list[Column]:
         *([_tests(runs)] if tested else []),
         Column("layer error Σ E", [*errors], [number(x) for x in errors]),
         Column("measured change", measured, [number(x) for x in measured]),
+        *(
+            [Column("on held-out inputs", held_out, [number(x) for x in held_out])]
+            if any(x is not None for x in held_out)
+            else []
+        ),
         Column("guaranteed bound", bound, [number(x) for x in bound]),
         Column("seconds", [x.seconds for x in results], [fixed(x.seconds) for x in results]),
     ]

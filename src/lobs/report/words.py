@@ -24,8 +24,13 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def fixed(value: float | None) -> str:
-    """Two decimals, for percentages and seconds."""
-    return f"{value:,.2f}" if value is not None and math.isfinite(value) else number(value)
+    """Two decimals, for percentages and seconds; more where those would be all zeros.
+
+    >>> fixed(1.5), fixed(0.0), fixed(0.006999)
+    ('1.50', '0.00', '0.006999')
+    """
+    plain = value is not None and math.isfinite(value) and (value == 0 or abs(value) >= 0.095)
+    return f"{value:,.2f}" if plain else number(value)
 
 
 def percent(fraction: float) -> str:
