@@ -86,6 +86,7 @@ def prune(
         raise LobsError("scope='network' needs error curves and two passes: use solver='exact' and a list or DataLoader.")
     with shown(progress):
         calibration = collect(model, batches, found, progress=progress)
+        calibrated = time.perf_counter() - began
         if network_wide:
             job.share_out(found, dense, calibration, output_influence(model, batches, found))
         if inputs == "dense":
@@ -107,7 +108,13 @@ def prune(
     if inplace:
         model.load_state_dict(pruned.state_dict())
         pruned = model
-    settings = {"target": repr(wanted), "solver": repr(chosen), "inputs": inputs, "samples": calibration.samples}
+    settings = {
+        "target": repr(wanted),
+        "solver": repr(chosen),
+        "inputs": inputs,
+        "samples": calibration.samples,
+        "calibration seconds": round(calibrated, 2),
+    }
     return Pruning(
         model=pruned,
         masks=job.masks,

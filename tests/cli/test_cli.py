@@ -127,6 +127,8 @@ def test_json_is_pure_whatever_user_code_prints(tmp_path):
     (tmp_path / "mycode.py").write_text(USER_CODE)
     code, out, err = run("prune", "mycode:talkative", "--keep", "50%", "--json", cwd=tmp_path)
     assert code == 0 and json.loads(out)["kept"] == 52 and "hello" in err
+    code, out, err = run("prune", "mycode:talkative", "--keep", "7", "--json", cwd=tmp_path)
+    assert code == 1 and "did you mean 7%?" in json.loads(out)["error"] and err.startswith("error: ")
 
 
 def test_a_bare_layer_can_be_saved_and_verified(tmp_path):

@@ -51,4 +51,6 @@ def main() -> None:
         ours = isinstance(error, LobsError)
         text = str(error) if ours else f"{type(error).__name__}: {' '.join(str(error).split())} (LOBS_DEBUG=1 shows where)"
         sys.stderr.write(f"error: {text}\n")
+        if common.output is not None:
+            common.print_json({"error": text})
         sys.exit(1)

@@ -143,6 +143,8 @@ def _write_png(
     figure.suptitle(title)
     right.semilogy(removed, [max(p.relative_error, 1e-12) for p in points], "o-", color="#D55E00", markersize=4)
     right.set(xlabel="weights removed (%)", ylabel="mean relative layer error")
+    for axis in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
+        axis(lambda value, _: f"{value:g}")  # 0.06 reads better than 6 × 10⁻²
     for axes, value in ((left, "score"), (right, "relative_error")):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
