@@ -132,6 +132,7 @@ def _write_png(
         return None
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     removed = [100 * (1 - p.kept_fraction) for p in points]
@@ -143,8 +144,9 @@ def _write_png(
     figure.suptitle(title)
     right.semilogy(removed, [max(p.relative_error, 1e-12) for p in points], "o-", color="#D55E00", markersize=4)
     right.set(xlabel="weights removed (%)", ylabel="mean relative layer error")
-    for axis in (right.yaxis.set_major_formatter, right.yaxis.set_minor_formatter):
-        axis(lambda value, _: f"{value:g}")  # 0.06 reads better than 6 × 10⁻²
+    right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # 0.05 reads better than 5 × 10⁻²
+    right.yaxis.set_minor_formatter(ticker.NullFormatter())
     for axes, value in ((left, "score"), (right, "relative_error")):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -10,7 +10,9 @@ Threads are plain Python threads around a GIL-free kernel: no second threading r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numba
 import numpy as np
@@ -23,8 +25,15 @@ _PANEL = 32  # a multiple of 8, see _downdate
 _TILE = 256
 _REMOVED = 1e18  # weight given to a removed position: its score, 1e36, is never the least, and float32 holds it
 
-# Reordering sums is allowed, assuming away NaN and infinity is not.
-_compile = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz", "arcp"})
+
+def _compile(function: Callable[..., Any]) -> Any:
+    """Compile without the GIL and keep the result on disk; where nothing can be kept, compile anew in every process."""
+    # Reordering sums is allowed, assuming away NaN and infinity is not.
+    options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # numba's word for "no folder to write to"
+        return numba.njit(**options)(function)
 
 
 def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, label: str) -> tuple[Tensor, Tensor]:
