@@ -29,7 +29,7 @@ _REMOVED = 1e18  # weight given to a removed position: its score, 1e36, is never
 def _compile(function: Callable[..., Any]) -> Any:
     """Compile without the GIL and keep the result on disk; where nothing can be kept, compile anew in every process."""
     # Reordering sums is allowed, assuming away NaN and infinity is not.
-    options = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba's word for "no folder to write to"
