@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import hessian
 
-from lobs import LobsError, collect
+from lobs import LobsError, NumericalWarning, collect, prune
 from lobs.layers import as_layer
 from lobs.statistics import Moments
 
@@ -163,6 +163,16 @@ def test_non_finite_activations_name_layer_and_batch(value):
     bad[1, 1] = value
     with pytest.raises(LobsError, match="layer '0': NaN or infinite input in batch 1"):
         collect(model, [torch.ones(2, 3), bad])
+
+
+def test_constant_inputs_are_a_second_bias():
+    # A column that never changes is collinear with the constant 1: singular, announced, and deleted for (almost) nothing.
+    x = torch.randn(200, 5)
+    x[:, 2] = 3.0
+    with pytest.warns(NumericalWarning, match=r"rank 5 of 6; 200 samples"):
+        result = prune(nn.Linear(5, 4), [x], 0.2, progress=False)
+    assert not bool(result.masks["weight"][:, 2].any())
+    assert result.layers[0].relative_error < 1e-4 and result.layers[0].damping > 0
 
 
 def test_a_layer_that_data_never_reaches_is_an_error_with_the_remedy():

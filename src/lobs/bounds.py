@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lobs import chain, ledger
-from lobs.calibrate import Calibration, batch_size, call, collect, evaluating
+from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length
 from lobs.errors import UnsupportedLayerError
 from lobs.layers import find_layers
 from lobs.ledger import Certificate
 from lobs.problem import Problem
+from lobs.progress import track
 
 
 def certify(
@@ -82,13 +83,14 @@ def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any], expect
     does that can be read only once.
     """
     total, samples = 0.0, 0
-    with evaluating(model), evaluating(other):
+    with evaluating(model), evaluating(other), track("measure", length(batches)) as advance:
         for batch in batches:
             a, b = call(model, batch), call(other, batch)
             if not isinstance(a, Tensor) or not isinstance(b, Tensor):
                 return None
             total += float((a.to(torch.float64) - b.to(torch.float64)).square().sum())
             samples += batch_size(batch)
+            advance(1)
     if samples == 0 or (expected is not None and samples != expected):
         return None
     return math.sqrt(total / samples)

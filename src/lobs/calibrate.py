@@ -65,7 +65,7 @@ def collect(
     samples, example, shapes = 0, None, set[tuple[int, ...]]()
     with (
         shown(progress),
-        track("calibrate", _length(batches)) as advance,
+        track("calibrate", length(batches)) as advance,
         _watching(chosen, moments),
         evaluating(model),
     ):
@@ -160,7 +160,8 @@ def _as_layers(model: nn.Module, layers: str | Iterable[str] | Sequence[Layer] |
     return find_layers(model, [x for x in listed if isinstance(x, str)])
 
 
-def _length(batches: Iterable[Any]) -> int | None:
+def length(batches: Iterable[Any]) -> int | None:
+    """How many batches there are, where that can be known beforehand."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibrate import batch_size, call, evaluating
+from lobs.calibrate import batch_size, call, evaluating, length
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
 from lobs.progress import track
@@ -26,7 +26,7 @@ def output_influence(model: nn.Module, batches: Iterable[Any], layers: Sequence[
     total = {layer.name: torch.zeros(layer.groups, layer.rows, dtype=torch.float64) for layer in layers}
     samples = 0
     generator = torch.Generator().manual_seed(seed)
-    with evaluating(model), torch.enable_grad(), track("influence", None) as advance:
+    with evaluating(model), torch.enable_grad(), track("influence", length(batches)) as advance:
         for batch in batches:
             with _probed(layers) as probes:
                 out = call(model, batch)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lobs.cli.common import JsonOption, TrustOption, print_json, say
+from lobs.progress import shown
 
 if TYPE_CHECKING:
     from lobs.checkpoint import Checkpoint
@@ -35,7 +36,8 @@ def verify(
     findings = verify_masks(saved)
     skipped = ""
     if recompute and isinstance(saved.record.get("origin"), str):
-        findings += _recompute(file, saved, trust)
+        with shown(not json):
+            findings += _recompute(file, saved, trust)
     elif recompute:
         skipped = "errors not recomputed: the file does not say where the dense network comes from"
     good = all(f.holds for f in findings)
