@@ -198,9 +198,11 @@ def test_dropout_that_stays_on_is_refused():
     assert certificate.bound is None and "dropout" in certificate.reason
 
 
-def test_inputs_of_several_sizes_are_refused():
+@pytest.mark.parametrize("inputs", ["dense", "pruned"])
+def test_inputs_of_several_sizes_are_refused(inputs):
     model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 3))
-    certificate = lobs.prune(model, [torch.ones(1, 1, 3, 3), torch.ones(1, 1, 20, 20)], 0.5, progress=False).certificate
+    x = [torch.ones(1, 1, 3, 3), torch.ones(1, 1, 20, 20)]
+    certificate = lobs.prune(model, x, 0.5, inputs=inputs, progress=False).certificate
     assert certificate.bound is None and "2 different shapes" in certificate.reason
 
 

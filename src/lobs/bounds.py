@@ -36,20 +36,19 @@ def certify(
     if before.keys() != after.keys():
         raise UnsupportedLayerError("the two networks have different layers; a certificate compares like with like.")
     calibration = collect(dense, batches, list(before.values()))
-    errors = {}
+    largest = {}
     for name, layer in before.items():
         problem = Problem(layer.matrix(), calibration[name].moment.to(layer.weight.device), name=f"layer '{name}'")
-        errors[name] = sample_error(problem, after[name].matrix(), calibration[name].count, calibration.samples)
-    return certificate(dense, pruned, calibration, errors, batches=batches, held_out=held_out)
+        largest[name] = problem.largest_error_of(after[name].matrix())
+    return certificate(dense, pruned, calibration, layer_errors(largest, calibration), batches=batches, held_out=held_out)
 
 
-def sample_error(problem: Problem, weight: Tensor, count: int, samples: int) -> float:
-    """√E of a layer in root mean square over network samples, with what rounding may have hidden added: a bound must hold.
+def layer_errors(largest: Mapping[str, float], calibration: Calibration) -> dict[str, float]:
+    """√E by layer, in root mean square over the network's samples.
 
-    E is a mean over `count` input vectors; a convolution has many of them in each of the network's `samples`.
+    E is a mean over a layer's input vectors; a convolution has many of them in each sample.
     """
-    error = problem.error_of(weight) + problem.error_margin(weight)
-    return math.sqrt(error * count / samples)
+    return {name: math.sqrt(e * calibration[name].count / calibration.samples) for name, e in largest.items()}
 
 
 def certificate(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -100,7 +99,7 @@ def prune(
             model,
             pruned,
             calibration,
-            {name: error_of(calibration.samples) for name, error_of in job.sample_errors.items()},
+            bounds.layer_errors(job.largest_errors, calibration),
             batches=batches if again else None,
             held_out=held_out,
             dense_gains=dense if inputs == "pruned" else None,
@@ -150,7 +149,7 @@ class _Job:
         self.masks: dict[str, Tensor] = {}
         self.results: dict[str, LayerResult] = {}
         self.solutions: dict[str, Solution] = {}
-        self.sample_errors: dict[str, Callable[[int], float]] = {}
+        self.largest_errors: dict[str, float] = {}
         self.paths: dict[str, DeletionPath] = {}
         self.counts: dict[str, int] = {}
         self.influence: dict[str, Tensor] = {}
@@ -190,7 +189,7 @@ class _Job:
         else:
             solution = solve(problem, self.solver, target)
         self.solutions[layer.name] = solution
-        self.sample_errors[layer.name] = partial(bounds.sample_error, problem, solution.weight, moments.count)
+        self.largest_errors[layer.name] = problem.largest_error_of(solution.weight)
         self.masks |= layer.masks(solution.mask)
         self.results[layer.name] = LayerResult(
             name=layer.name,
@@ -224,7 +223,7 @@ def _one_by_one(
         layer = layers[name]
         moments[name] = (first if index == 0 else collect(pruned, batches, [layer]))[name]
         layer.write(job.solve(layer, dense[name], moments[name]))
-    return Calibration(moments, first.samples, first.example)
+    return Calibration(moments, first.samples, first.example, first.shapes)
 
 
 def sensitivities(problem: Problem) -> tuple[Tensor, float]:

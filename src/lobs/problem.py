@@ -104,14 +104,14 @@ class Problem:
         """E of any replacement weight, in float64."""
         return self._quadratic(weight.to(torch.float64) - self.weight.to(torch.float64))
 
-    def error_margin(self, weight: Tensor) -> float:
-        """How far `error_of` may be off because Ψ is a sum of float32 products.
+    def largest_error_of(self, weight: Tensor) -> float:
+        """E plus what rounding may have hidden, because Ψ is a sum of float32 products: for bounds, which must hold.
 
         Entries of Ψ are right to 1e-6 · √(Ψ_ii Ψ_jj), measured; so E is right to 1e-6 · Σ_rows (Σ_i |δ_i| √Ψ_ii)².
         """
         delta = (weight.to(torch.float64) - self.weight.to(torch.float64)).abs()
         size = self.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
-        return 1e-6 * float((delta @ size).square().sum())
+        return self.error_of(weight) + 1e-6 * float((delta @ size).square().sum())
 
     def _quadratic(self, delta: Tensor) -> float:
         return float(((delta @ self.moment.to(torch.float64)) * delta).sum().clamp_min(0.0))
