@@ -8,9 +8,14 @@ from torch import Tensor
 from lobs.errors import TargetError
 
 
-def removal_order(scores: Tensor) -> Tensor:
-    """Flat positions from the least to the most important; ties go in order of position, so results repeat."""
-    return torch.sort(scores.flatten(), stable=True).indices
+def removal_order(scores: Tensor, protected: int = 0) -> Tensor:
+    """Flat positions from the least to the most important, without the last `protected` columns.
+
+    Ties go in order of position, so results repeat.
+    """
+    grid = torch.arange(scores.numel(), device=scores.device).view(scores.shape)
+    free = grid[..., : scores.shape[-1] - protected].flatten()
+    return free[torch.sort(scores.flatten()[free], stable=True).indices]
 
 
 def mask_from_order(order: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
@@ -21,9 +26,3 @@ def mask_from_order(order: Tensor, count: int, shape: tuple[int, ...]) -> Tensor
     mask = torch.ones(total, dtype=torch.bool, device=order.device)
     mask[order[:count]] = False
     return mask.view(shape)
-
-
-def prunable_positions(shape: tuple[int, ...], protected: int, device: torch.device) -> Tensor:
-    """Flat positions of all weights outside the last `protected` columns."""
-    grid = torch.arange(int(torch.Size(shape).numel()), device=device).view(shape)
-    return grid[..., : shape[-1] - protected].flatten()

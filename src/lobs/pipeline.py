@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lobs import bounds, linalg, scores
+from lobs import bounds, scores
 from lobs.allocate import allocate
 from lobs.calibrate import Calibration, collect
 from lobs.errors import CalibrationError, LobsError
@@ -150,7 +150,7 @@ class _Job:
         self.results: dict[str, LayerResult] = {}
         self.solutions: dict[str, Solution] = {}
         self.largest_errors: dict[str, float] = {}
-        self.paths: dict[str, DeletionPath] = {}
+        self.shared: dict[str, tuple[Moments, DeletionPath]] = {}
         self.counts: dict[str, int] = {}
         self.influence: dict[str, Tensor] = {}
 
@@ -160,22 +160,18 @@ class _Job:
         """Fix every layer's count from one budget, by error curves on the dense network."""
         self.influence = influence
         for layer in layers:
-            self._path(layer, self._problem(layer, dense[layer.name], calibration[layer.name]))
-        total = sum(path.keys.numel() for path in self.paths.values())
+            moments = calibration[layer.name]
+            self.shared[layer.name] = moments, self._path(layer, self._problem(layer, dense[layer.name], moments))
+        paths = {name: path for name, (_, path) in self.shared.items()}
         assert isinstance(self.target, Sparsity)
-        self.counts = allocate(self.paths, self.target.count(total))
+        self.counts = allocate(paths, self.target.count(sum(path.keys.numel() for path in paths.values())))
 
     def _problem(self, layer: Layer, dense: Tensor, moments: Moments) -> Problem:
         return layer_problem(layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping)
 
     def _path(self, layer: Layer, problem: Problem) -> DeletionPath:
-        """The exact solver's run on a layer, the last one kept while its problem is the same."""
-        kept = self.paths.get(layer.name)
-        if kept is None or not torch.equal(kept.problem.moment, problem.moment):
-            assert isinstance(self.solver, Exact)
-            kept = self.solver.path(problem).weighted(self.influence[layer.name])
-            self.paths[layer.name] = kept
-        return kept
+        assert isinstance(self.solver, Exact)
+        return self.solver.path(problem).weighted(self.influence[layer.name])
 
     def solve(self, layer: Layer, dense: Tensor, moments: Moments) -> Tensor:
         """Solve one layer and return its new matrix."""
@@ -183,7 +179,9 @@ class _Job:
         began = time.perf_counter()
         target = for_layer(self.target, layer.name)
         if self.counts:
-            solution = self._path(layer, problem).cut(self.counts[layer.name])
+            seen, path = self.shared[layer.name]
+            # Inputs that are still the dense network's need no second run.
+            solution = (path if seen is moments else self._path(layer, problem)).cut(self.counts[layer.name])
         elif target is None:  # the user's mapping leaves this layer alone
             solution = solve(problem, "magnitude", 0.0)
         else:
@@ -228,12 +226,11 @@ def _one_by_one(
 
 def sensitivities(problem: Problem) -> tuple[Tensor, float]:
     """The error of deleting each prunable weight alone, flat, and the damping this took."""
-    values, damping = [], 0.0
-    for weight, psi in problem.groups:
-        metric = linalg.metric(psi, problem.damping, name=problem.name, samples=problem.samples)
-        values.append(scores.obs(weight, metric)[:, : weight.shape[-1] - problem.protected].flatten())
-        damping = max(damping, metric.damping)
-    return torch.cat(values).cpu(), damping
+    values = [
+        scores.obs(weight, metric)[:, : weight.shape[-1] - problem.protected].flatten()
+        for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True)
+    ]
+    return torch.cat(values).cpu(), max(metric.damping for metric in problem.metrics)
 
 
 def _histogram(problem: Problem, bins: int = 60) -> Histogram:

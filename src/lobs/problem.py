@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lobs.errors import ProblemError
+from lobs.linalg import Metric, metric
 from lobs.targets import ErrorBudget, Sparsity, Target
 
 
@@ -84,6 +86,15 @@ class Problem:
         if self.weight.dim() == 2:
             return [(self.weight, self.moment)]
         return list(zip(self.weight, self.moment, strict=True))
+
+    @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Every group's moment made ready for solving; factorised once, whoever asks."""
+        return tuple(self.damped_metrics())
+
+    def damped_metrics(self, first: float = 0.0) -> list[Metric]:
+        """The same with damping that starts from `first` where a moment is singular."""
+        return [metric(psi, self.damping, first=first, name=self.name, samples=self.samples) for _, psi in self.groups]
 
     @property
     def protected(self) -> int:

@@ -70,13 +70,23 @@ class Pruning:
         """Weights there were."""
         return sum(layer.total for layer in self.layers)
 
+    @property
+    def kept_fraction(self) -> float:
+        """Kept weights over all weights, bias not counted."""
+        return self.kept / self.total if self.total else 1.0
+
+    @property
+    def error(self) -> float:
+        """E summed over the layers."""
+        return sum(layer.error for layer in self.layers)
+
     def record(self) -> dict[str, Any]:
         """The result without tensors, ready for JSON."""
         rows = [{**asdict(layer), "kept_fraction": layer.kept_fraction} for layer in self.layers]
         return {
             "kept": self.kept,
             "total": self.total,
-            "kept_fraction": self.kept / self.total if self.total else 1.0,
+            "kept_fraction": self.kept_fraction,
             "layers": rows,
             "certificate": asdict(self.certificate),
             "settings": self.settings,
@@ -96,7 +106,7 @@ class Pruning:
             lines.append(
                 f"{x.name:<{width}}  {shape:>16}  {kept:>17}  {x.relative_error:>10.4f}  {x.damping:>9.1e}  {x.seconds:>8.2f}"
             )
-        lines.append(f"kept {self.kept:,} of {self.total:,} weights ({self.kept / max(self.total, 1):.2%})")
+        lines.append(f"kept {self.kept:,} of {self.total:,} weights ({self.kept_fraction:.2%})")
         lines.append(f"{self.certificate} (root mean square over {self.settings.get('samples', '?')} calibration samples)")
         empty = [x.name for x in self.layers if x.total and not x.kept]
         if empty:

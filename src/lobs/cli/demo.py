@@ -73,9 +73,9 @@ def _table(runs: list[Run], before: float | None) -> None:
     rows = [
         [
             run.label,
-            f"{run.pruning.kept:,} ({run.pruning.kept / run.pruning.total:.1%})",
+            f"{run.pruning.kept:,} ({run.pruning.kept_fraction:.1%})",
             f"{optional(before, '.2f')} → {optional(run.error_after, '.2f')}",
-            f"{sum(x.error for x in run.pruning.layers):.4g}",
+            f"{run.pruning.error:.4g}",
             optional(run.pruning.certificate.bound),
             optional(run.pruning.certificate.measured),
             optional(run.pruning.certificate.held_out),

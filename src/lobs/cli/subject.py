@@ -71,6 +71,12 @@ def open_subject(spec: str, samples: int | None = None, *, trust: bool = False) 
     raise FileError(f"'{spec}' is neither a zoo network ({', '.join(zoo.ZOO)}), nor a file, nor package.module:function.")
 
 
+def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = "") -> None:
+    """Refuse to run code that a file names, and not the user, unless told to; `otherwise` is another way out."""
+    if network not in zoo.ZOO and not trust:
+        raise FileError(f"'{path}' names '{network}' as its network. Add --trust to run that code{otherwise}.")
+
+
 def weights_hash(model: nn.Module) -> str:
     """A fingerprint of a network's weights."""
     digest = hashlib.sha256()
@@ -105,8 +111,7 @@ def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
             f"'{path}' does not say which network it holds; only files written by lobs train and lobs prune do. For your own "
             f"network write a function and name it as package.module:function."
         )
-    if network not in zoo.ZOO and not trust:
-        raise FileError(f"'{path}' names '{network}' as its network. Add --trust to run that code.")
+    require_trust(path, network, trust)
     base = _from_zoo(network, samples) if network in zoo.ZOO else _from_function(network, samples)
     try:
         base.model.load_state_dict(saved.state_dict)

@@ -52,14 +52,12 @@ def verify(
 
 
 def _recompute(file: Path, saved: Checkpoint, trust: bool) -> list[Finding]:
-    from lobs.cli.subject import open_subject, weights_hash
-    from lobs.errors import FileError
+    from lobs.cli.subject import open_subject, require_trust, weights_hash
     from lobs.verify import Finding, verify_errors
-    from lobs.zoo import ZOO
 
     origin = saved.record["origin"]
-    if origin not in ZOO and ":" in origin and not trust:
-        raise FileError(f"'{file}' names '{origin}' as its network. Add --trust to run that code, or --no-recompute.")
+    if ":" in origin:  # not the path of a checkpoint, which is asked the same when it is opened
+        require_trust(file, origin, trust, otherwise=", or --no-recompute")
     dense = open_subject(origin, saved.record.get("calibration_limit"), trust=trust)
     pruned = open_subject(str(file), trust=trust)
     expected = saved.record.get("origin_weights")

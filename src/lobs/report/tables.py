@@ -12,7 +12,6 @@ import torch
 
 import lobs
 from lobs.report.words import fixed, number, percent
-from lobs.result import Pruning
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -34,13 +33,13 @@ class Column(NamedTuple):
 def headline(runs: Sequence[Run]) -> list[Column]:
     """What to compare runs by."""
     results = [run.pruning for run in runs]
-    kept = [f"{x.kept:,} ({percent(kept_fraction(x))})" for x in results]
+    kept = [f"{x.kept:,} ({percent(x.kept_fraction)})" for x in results]
     measured, bound = [x.certificate.measured for x in results], [x.certificate.bound for x in results]
     held_out = [x.certificate.held_out for x in results]
-    errors = [total_error(x) for x in results]
+    errors = [x.error for x in results]
     tested = any(run.error_before is not None or run.error_after is not None for run in runs)
     return [
-        Column("weights kept", [kept_fraction(x) for x in results], kept),
+        Column("weights kept", [x.kept_fraction for x in results], kept),
         *([_tests(runs)] if tested else []),
         Column("layer error Σ E", [*errors], [number(x) for x in errors]),
         Column("measured change", measured, [number(x) for x in measured]),
@@ -79,13 +78,3 @@ def environment() -> dict[str, str]:
         "platform": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
     }
-
-
-def kept_fraction(pruning: Pruning) -> float:
-    """Kept weights over all weights."""
-    return pruning.kept / pruning.total if pruning.total else 1.0
-
-
-def total_error(pruning: Pruning) -> float:
-    """E summed over the layers."""
-    return sum(layer.error for layer in pruning.layers)

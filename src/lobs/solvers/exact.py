@@ -107,14 +107,12 @@ class Exact:
 
     def path(self, problem: Problem) -> DeletionPath:
         """Run to the end: order and losses of every deletion."""
-        metrics, columns, losses = [], [], []
-        for weight, moment in problem.groups:
-            metric = linalg.metric(moment, problem.damping, name=problem.name, samples=problem.samples)
+        columns, losses = [], []
+        for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
             order, loss = self._sweep(metric, weight, problem.protected, problem.name)
-            metrics.append(metric)
             columns.append(order)
             losses.append(loss)
-        return DeletionPath(problem, tuple(metrics), torch.stack(columns), torch.stack(losses))
+        return DeletionPath(problem, problem.metrics, torch.stack(columns), torch.stack(losses))
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lobs import linalg, scores
 from lobs.errors import SolverError
-from lobs.masks import mask_from_order, prunable_positions, removal_order
+from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, Solution, choose_count, finish
 from lobs.targets import Target
 
@@ -35,14 +35,10 @@ class LOBS:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the module."""
-        metrics = [
-            linalg.metric(psi, problem.damping, first=1 / self.alpha, name=problem.name, samples=problem.samples)
-            for _, psi in problem.groups
-        ]
+        metrics = problem.damped_metrics(first=1 / self.alpha)
         sensitivity = torch.stack([scores.obs(w, m) for (w, _), m in zip(problem.groups, metrics, strict=True)])
         shape = tuple(sensitivity.shape)
-        free = prunable_positions(shape, problem.protected, sensitivity.device)
-        order = free[removal_order(sensitivity.flatten()[free])]
+        order = removal_order(sensitivity, problem.protected)
 
         def solution_at(count: int) -> Solution:
             mask = mask_from_order(order, count, shape)

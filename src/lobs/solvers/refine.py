@@ -32,10 +32,9 @@ class Refine:
         damping = found.damping
         parts = []
         shape = (len(problem.groups), *problem.weight.shape[-2:])
-        for (weight, moment), mask, before in zip(
-            problem.groups, found.mask.view(shape), found.weight.view(shape), strict=True
+        for metric, (weight, moment), mask, before in zip(
+            problem.metrics, problem.groups, found.mask.view(shape), found.weight.view(shape), strict=True
         ):
-            metric = linalg.metric(moment, problem.damping, name=problem.name, samples=problem.samples)
             damping = max(damping, metric.damping)
             solved = linalg.least_squares_on_support(metric.gram, metric.scaled(weight), mask)
             after = metric.unscaled(solved, weight, mask).to(problem.weight.dtype)

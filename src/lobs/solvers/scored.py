@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lobs import scores
 from lobs.errors import SolverError
-from lobs.masks import mask_from_order, prunable_positions, removal_order
+from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, Solution, choose_count, finish
 from lobs.targets import Target
 
@@ -41,8 +41,7 @@ class Scored:
         """Solve; see the class."""
         values = scores.random(problem, self.seed) if self.score == "random" else _SCORES[self.score](problem)
         shape = tuple(problem.weight.shape)
-        free = prunable_positions(shape, problem.protected, values.device)
-        order = free[removal_order(values.flatten()[free])]
+        order = removal_order(values, problem.protected)
         weight = problem.weight.to(torch.float64)
 
         def solution_at(count: int) -> Solution:
