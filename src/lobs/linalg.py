@@ -92,25 +92,68 @@ def spectral_norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix.to(torch.float64), ord=2))
 
 
-def least_squares_on_support(gram: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-    """Minimise (v − w) G (v − w)ᵀ for every row over v that vanish off the mask.
+def solve_blocks(block: Tensor, target: Tensor) -> Tensor:
+    """Solve B x = t for a batch of symmetric blocks; one that is singular gets its minimum-norm solution."""
+    factor, info = torch.linalg.cholesky_ex(block)
+    solved = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
+    for row in info.nonzero().flatten().tolist():
+        solved[row] = torch.linalg.pinv(block[row], hermitian=True) @ target[row]
+    return solved
 
-    The normal equations on a support S are G_SS v_S = (w G)_S: one Cholesky solve of |S|³/3 a row, float64. A
-    row whose G_SS is singular gets its minimum-norm solution.
+
+def conjugate_gradients(
+    gram: Tensor, weight: Tensor, mask: Tensor, start: Tensor, *, steps: int, tolerance: float = 0.0
+) -> Tensor:
+    """Approach least squares on a support for all rows at once from `start`: one product of rows·d² a step.
+
+    `gram` may carry a leading group dimension. Ends early when every row's gradient has fallen by `tolerance`.
     """
-    wanted = weight @ gram
-    out = torch.zeros_like(weight)
-    for row, kept in enumerate(mask):
-        support = kept.nonzero().squeeze(1)
-        block = gram.index_select(0, support).index_select(1, support)
-        target = wanted[row, support].unsqueeze(1)
-        factor, info = torch.linalg.cholesky_ex(block)
-        if int(info) == 0:
-            solved = torch.cholesky_solve(target, factor)
-        else:
-            solved = torch.linalg.pinv(block, hermitian=True) @ target
-        out[row, support] = solved.squeeze(1)
-    return out
+    v = torch.where(mask, start, 0.0)
+    residual = torch.where(mask, (weight - v) @ gram, 0.0)
+    direction = residual
+    size = first = residual.square().sum(dim=-1, keepdim=True)
+    tiny = torch.finfo(gram.dtype).tiny
+    for _ in range(steps):
+        if bool((size <= tolerance**2 * first).all()):
+            break
+        image = torch.where(mask, direction @ gram, 0.0)
+        step = size / (direction * image).sum(dim=-1, keepdim=True).clamp_min(tiny)
+        v = v + step * direction
+        residual = residual - step * image
+        size, before = residual.square().sum(dim=-1, keepdim=True), size
+        direction = residual + size / before.clamp_min(tiny) * direction
+    return v
+
+
+def ridge_inverse(gram: Tensor, penalty: float) -> Tensor:
+    """(G + ρI)⁻¹ in G's precision, with a leading group dimension or without."""
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram + penalty * eye))
+
+
+def unexplained(gram: Tensor, support: Tensor) -> Tensor:
+    """Which share of every column's energy the (other) columns of a support cannot explain; at least 1e-7."""
+    lines = gram.index_select(0, support)
+    factor, info = torch.linalg.cholesky_ex(lines.index_select(1, support))
+    if int(info) != 0:
+        lines = lines.double()
+        factor = torch.linalg.cholesky(lines.index_select(1, support))
+    inverse = torch.cholesky_inverse(factor)
+    share = gram.diagonal() - (lines * (inverse @ lines)).sum(dim=0)
+    share[support] = 1 / inverse.diagonal()
+    return share.clamp_min(1e-7)
+
+
+def eliminate(block: Tensor, cross: Tensor) -> Tensor:
+    """Xᵀ B⁻¹ X for a batch of symmetric blocks B and right-hand sides X: what eliminated variables explain of the others.
+
+    One Cholesky and one triangular solve a block.
+    """
+    factor, info = torch.linalg.cholesky_ex(block)
+    if bool(info.any()):  # float32 can lose a nearly singular block that float64 holds
+        factor, cross = torch.linalg.cholesky(block.double()), cross.double()
+    y = torch.linalg.solve_triangular(factor, cross, upper=False)
+    return y.mT @ y
 
 
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:

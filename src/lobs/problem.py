@@ -31,6 +31,9 @@ class Problem:
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
         samples: how many inputs Ψ averages, for messages.
         damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
+        row_weight: how much each row's error matters when rows compete for what may stay, (rows,) or (groups, rows); it decides
+            which weights go, while errors are still counted plainly.
+        floor: error that is there whatever V: the part of a wanted output that these inputs cannot give.
         name: what messages call the layer.
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0]])
@@ -44,10 +47,12 @@ class Problem:
     mean: Tensor | None = None
     samples: int | None = None
     damping: float | None = None
+    row_weight: Tensor | None = None
+    floor: float = 0.0
     name: str = "layer"
 
     def __post_init__(self) -> None:
-        for part in ("weight", "moment", "mean"):
+        for part in ("weight", "moment", "mean", "row_weight"):
             tensor = getattr(self, part)
             if isinstance(tensor, Tensor):
                 object.__setattr__(self, part, tensor.detach())
@@ -68,6 +73,8 @@ class Problem:
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
                 raise ProblemError(f"{self.name}: {what} has {bad} NaN or infinite entries. Check the network first.")
+        if self.row_weight is not None and self.row_weight.numel() != w[..., 0].numel():
+            raise ProblemError(f"{self.name}: row_weight has {self.row_weight.numel()} entries for {w[..., 0].numel()} rows.")
         self._check_moment()
 
     def _check_moment(self) -> None:
@@ -107,13 +114,21 @@ class Problem:
         return self.weight.numel() - self.protected * self.weight[..., 0].numel()
 
     @property
+    def importance(self) -> Tensor:
+        """`row_weight` as (groups, rows) in float64; ones where none was given."""
+        shape = (len(self.groups), self.weight.shape[-2])
+        if self.row_weight is None:
+            return torch.ones(shape, dtype=torch.float64, device=self.weight.device)
+        return self.row_weight.to(self.weight.device, torch.float64).reshape(shape)
+
+    @property
     def energy(self) -> float:
-        """Mean squared output of the dense layer, tr(W Ψ Wᵀ)."""
-        return self._quadratic(self.weight.to(torch.float64))
+        """Mean squared wanted output, tr(W Ψ Wᵀ) and the floor."""
+        return self._quadratic(self.weight.to(torch.float64)) + self.floor
 
     def error_of(self, weight: Tensor) -> float:
         """E of any replacement weight, in float64."""
-        return self._quadratic(weight.to(torch.float64) - self.weight.to(torch.float64))
+        return self._quadratic(weight.to(torch.float64) - self.weight.to(torch.float64)) + self.floor
 
     def largest_error_of(self, weight: Tensor) -> float:
         """E plus what rounding may have hidden, because Ψ is a sum of float32 products: for bounds, which must hold.
@@ -197,10 +212,10 @@ def finish(problem: Problem, weight: Tensor, mask: Tensor, *, damping: float = 0
     )
 
 
-def choose_count(problem: Problem, target: Target, error_at: Callable[[int], float]) -> int:
+def choose_count(problem: Problem, target: Target, error_at: Callable[[int], float], *, step: int = 1) -> int:
     """How many weights to remove: by fraction directly, by error the most whose error stays within the limit.
 
-    The search assumes that `error_at` grows with the count, as it does for `exact`. For the others it grows in all but
+    Counts are multiples of `step`, for solvers to which every look is expensive. The search assumes that `error_at` grows with the count, as it does for `exact`. For the others it grows in all but
     noise; the count found then satisfies the limit, though a larger one might too.
     """
     match target:
@@ -208,8 +223,8 @@ def choose_count(problem: Problem, target: Target, error_at: Callable[[int], flo
             return target.count(problem.prunable)
         case ErrorBudget():
             limit = target.limit(problem.energy)
-            low, high = 0, problem.prunable
+            low, high = 0, problem.prunable // step
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if error_at(middle) <= limit else (low, middle - 1)
-            return low
+                low, high = (middle, high) if error_at(middle * step) <= limit else (low, middle - 1)
+            return low * step

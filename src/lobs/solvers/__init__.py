@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from lobs.errors import SolverError
 from lobs.problem import Problem, Solution, Solver
+from lobs.solvers.admm import ADMM
+from lobs.solvers.auto import Auto
 from lobs.solvers.exact import DeletionPath, Exact
 from lobs.solvers.lobs import LOBS
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
 from lobs.targets import Target, as_target
 
-__all__ = ["LOBS", "SOLVERS", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]
+__all__ = ["ADMM", "LOBS", "SOLVERS", "Auto", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]
 
 # The keys are the choices of the command line, and every entry is held to the laws in tests/laws.py.
 SOLVERS: dict[str, Solver] = {
+    "auto": Auto(),
     "exact": Exact(),
+    "exact+refine": Refine(Exact()),
+    "admm": ADMM(),
     "lobs": LOBS(),
     "lobs+refine": Refine(LOBS()),
     "magnitude": Scored("magnitude"),

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from lobs import kernels, linalg
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution, choose_count, finish
+from lobs.problem import Problem, Solution, choose_count
+from lobs.solvers.support import on_support, single_precision
 from lobs.targets import ErrorBudget, Target
-
-# Below this independence float32 would lose the third digit of a loss; the sweep then runs in float64.
-_FLOAT32_SAFE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,25 +25,18 @@ class DeletionPath:
     """A whole run of the exact solver: any number of weights can be cut from it without solving again.
 
     `columns[g, r, t]` is the t-th column that row r of group g loses, `losses` what that costs. Memory is 12 bytes a weight.
-    `row_weight[g, r]`, where given, says how much a row's error matters: rows then give in order of weighted loss, while curve
-    and error stay plain.
+    The problem's `row_weight` says in which order rows give; curve and error stay plain.
     """
 
     problem: Problem
     metrics: tuple[linalg.Metric, ...]
     columns: Tensor
     losses: Tensor
-    row_weight: Tensor | None = None
-
-    def weighted(self, row_weight: Tensor) -> DeletionPath:
-        """The same run with rows that matter differently."""
-        return replace(self, row_weight=row_weight.to(self.losses))
 
     @cached_property
     def keys(self) -> Tensor:
         """What decides who goes first, in the shape of `losses`: never falling along a row."""
-        rising = self.losses.cummax(dim=-1).values
-        return rising if self.row_weight is None else rising * self.row_weight.unsqueeze(-1)
+        return self.losses.cummax(dim=-1).values * self.problem.importance.to(self.losses).unsqueeze(-1)
 
     @cached_property
     def _ranking(self) -> Tensor:
@@ -55,7 +46,7 @@ class DeletionPath:
     @cached_property
     def curve(self) -> Tensor:
         """Error with k weights removed, for k = 0 … all."""
-        return torch.cat([self.losses.new_zeros(1), self.losses.flatten()[self._ranking].cumsum(0)])
+        return torch.cat([self.losses.new_zeros(1), self.losses.flatten()[self._ranking].cumsum(0)]) + self.problem.floor
 
     @property
     def damping(self) -> float:
@@ -72,15 +63,7 @@ class DeletionPath:
 
     def cut(self, count: int) -> Solution:
         """Solve for the weights with `count` of them removed: least squares on the support, row by row."""
-        mask = self.mask_at(count)
-        parts = []
-        for metric, (weight, _), kept in zip(
-            self.metrics, self.problem.groups, mask.view(len(self.metrics), *mask.shape[-2:]), strict=True
-        ):
-            solved = linalg.least_squares_on_support(metric.gram, metric.scaled(weight), kept)
-            parts.append(metric.unscaled(solved, weight, kept))
-        weight = torch.stack(parts).view(self.problem.weight.shape)
-        return finish(self.problem, weight, mask, damping=self.damping, curve=self.curve)
+        return replace(on_support(self.problem, self.mask_at(count)), curve=self.curve)
 
     def solve(self, target: Target) -> Solution:
         """Cut where a target says."""
@@ -120,8 +103,7 @@ class Exact:
 
     def _sweep(self, metric: linalg.Metric, weight: Tensor, protected: int, name: str) -> tuple[Tensor, Tensor]:
         d = weight.shape[-1]
-        single = weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
-        dtype = torch.float32 if single else torch.float64
+        dtype = torch.float32 if single_precision(metric, weight) else torch.float64
         # Kernels want the protected columns first; the bias stands last.
         to_front = torch.arange(d, device=weight.device).roll(protected)
         inverse = metric.inverse[to_front][:, to_front].to(dtype)

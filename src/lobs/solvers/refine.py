@@ -1,25 +1,36 @@
-"""Re-solve any solver's weights by least squares on the support it chose."""
+"""Make any solver's answer better: swaps on its support, then least squares on what is left."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from lobs import linalg
+from lobs.errors import SolverError
 from lobs.problem import Problem, Solution, Solver, finish
+from lobs.solvers.search import swap
+from lobs.solvers.support import on_support
 from lobs.targets import Target
 
 
 @dataclass(frozen=True)
 class Refine:
-    """The inner solver's mask with the best weights on it; never worse than the inner solver, row by row.
+    """The inner solver's support made better, with the best weights on it; never worse than the inner solver.
 
-    Adds one Cholesky solve of |support|³/3 a row. By ε the inner solver meets the budget first, so the refined error is
-    smaller than asked.
+    With `swaps` weights are exchanged, one in and one out, until no exchange helps, `rounds` are done or `seconds` are over
+    (`solvers.search`); then one Cholesky solve of |support|³/3 flops a row. Without, only the weights move, and no row gets worse.
+    By ε the inner solver meets the budget first, so the refined error is smaller than asked.
     """
 
     inner: Solver
+    swaps: bool = True
+    rounds: int = 3
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or (self.seconds is not None and not self.seconds >= 0):
+            raise SolverError(f"{self!r}: rounds must be at least 1, seconds not negative.")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -28,23 +39,31 @@ class Refine:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""
-        found = self.inner(problem, target)
-        damping = found.damping
-        parts = []
-        shape = (len(problem.groups), *problem.weight.shape[-2:])
-        for metric, (weight, moment), mask, before in zip(
-            problem.metrics, problem.groups, found.mask.view(shape), found.weight.view(shape), strict=True
-        ):
-            damping = max(damping, metric.damping)
-            solved = linalg.least_squares_on_support(metric.gram, metric.scaled(weight), mask)
-            after = metric.unscaled(solved, weight, mask).to(problem.weight.dtype)
-            better = _row_errors(after, weight, moment) <= _row_errors(before, weight, moment)
-            # Damping can make "optimal" a little worse in Ψ itself; a row that would lose keeps what it had.
-            parts.append(torch.where(better.unsqueeze(1), after, before))
-        weight = torch.stack(parts).view(problem.weight.shape)
-        return finish(problem, weight.to(torch.float64), found.mask, damping=damping)
+        return self.improve(problem, self.inner(problem, target))
+
+    def improve(self, problem: Problem, found: Solution) -> Solution:
+        """Make a solution better."""
+        if not self.swaps:
+            return _same_support(problem, found)
+        mask, near = swap(problem, found.mask, rounds=self.rounds, seconds=self.seconds)
+        better = on_support(problem, mask, near)
+        # Rows trade by importance, so the plain error may rise while the weighted one falls.
+        return better if _weighted(problem, better.weight) <= _weighted(problem, found.weight) else _same_support(problem, found)
 
 
-def _row_errors(v: torch.Tensor, w: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    delta = v.to(torch.float64) - w.to(torch.float64)
-    return ((delta @ moment.to(torch.float64)) * delta).sum(dim=1)
+def _same_support(problem: Problem, found: Solution) -> Solution:
+    after = on_support(problem, found.mask)
+    # Damping can make "optimal" a little worse in Ψ itself; a row that would lose keeps what it had.
+    better = _row_errors(problem, after.weight) <= _row_errors(problem, found.weight)
+    weight = torch.where(better.view(*problem.weight.shape[:-1], 1), after.weight, found.weight)
+    return finish(problem, weight.to(torch.float64), found.mask, damping=max(found.damping, after.damping))
+
+
+def _weighted(problem: Problem, weight: Tensor) -> float:
+    return float((_row_errors(problem, weight) * problem.importance).sum())
+
+
+def _row_errors(problem: Problem, weight: Tensor) -> Tensor:
+    delta = (weight.to(torch.float64) - problem.weight.to(torch.float64)).view(len(problem.groups), *weight.shape[-2:])
+    moment = torch.stack([moment for _, moment in problem.groups]).to(torch.float64)
+    return ((delta @ moment) * delta).sum(dim=-1)

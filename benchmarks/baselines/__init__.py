@@ -1,0 +1,1 @@
+"""Our own implementations of rival methods, tuned fairly, to measure against."""

@@ -1,0 +1,63 @@
+"""Work that differs from row to row: each row restricts the shared matrix to its own columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+_GATHERED = 2**20  # matrix elements gathered at a time, so that they stay in the cache
+
+
+def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> None:
+    """Call `work` with numbers of rows of similar size, some at a time, on all of torch's threads.
+
+    A row of size s is expected to gather s·(s + extra) elements.
+    """
+    order = sizes.argsort()
+    threads = torch.get_num_threads()
+    pieces: list[Tensor] = []
+    most = max(1, -(-len(order) // (2 * threads)))
+    while len(order):
+        # The longest row of a piece decides what each of its rows costs, so pieces are cut from the long end.
+        size = int(sizes[order[-1]])
+        count = min(most, max(1, _GATHERED // max(1, size * (size + extra))))
+        pieces.append(order[-count:])
+        order = order[:-count]
+    if len(pieces) <= 1:
+        for piece in pieces:
+            work(piece)
+        return
+    # One torch thread a worker: single factorisations are too small to be shared out within.
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+        list(workers.map(work, pieces))
+
+
+def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Column numbers of every row's True entries, (rows, longest), and which of them are real: short rows repeat some column."""
+    size = int(mask.sum(dim=1).max()) if len(mask) else 0
+    real, index = mask.to(torch.int8).topk(size, dim=1, sorted=False)
+    return index, real.bool()
+
+
+def restrict(gram: Tensor, lines: Tensor, columns: Tensor) -> Tensor:
+    """G[lines[r, i], columns[r, j]] for every row r, (rows, lines, columns)."""
+    if gram.device.type != "cpu" or find_spec("numba") is None:
+        return gram[lines.unsqueeze(2), columns.unsqueeze(1)]
+    from lobs.kernels.compiled_rows import gather
+
+    out = gram.new_empty(*lines.shape, columns.shape[1])
+    gather(gram.numpy(), lines.numpy(), columns.numpy(), out.numpy())
+    return out
+
+
+def blocks(gram: Tensor, index: Tensor, real: Tensor) -> Tensor:
+    """G restricted to every row's columns; what is not real becomes a variable of its own that touches nothing."""
+    block = restrict(gram, index, index)
+    if not bool(real.all()):
+        block *= real.unsqueeze(2) & real.unsqueeze(1)
+        block.diagonal(dim1=1, dim2=2)[~real] = 1
+    return block

@@ -1,0 +1,65 @@
+"""The solver to use when you do not want to choose one: the best start that is affordable, then swaps.
+
+The exact greedy costs rows·d³/3 multiply-adds, alternating directions about as many matrix products of rows·d² as they take
+steps; both end near each other in error, and swaps bring either below both. So the start is chosen by cost alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lobs.problem import Problem, Solution
+from lobs.solvers.admm import ADMM
+from lobs.solvers.exact import Exact
+from lobs.solvers.refine import Refine
+from lobs.solvers.search import swap
+from lobs.solvers.support import on_support
+from lobs.targets import Sparsity, Target
+
+# Seconds per 10⁹ multiply-adds on two cores, fitted by `python -m benchmarks.rivals --costs`; only their ratios matter here.
+_EXACT = 0.024
+_PRODUCT = 0.021
+_FACTOR = 0.030
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Exact greedy where it costs no more than `patience` times alternating directions, these otherwise; then swaps.
+
+    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short.
+    """
+
+    patience: float = 3.0
+    seconds: float | None = None
+    needs: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def __call__(self, problem: Problem, target: Target) -> Solution:
+        """Solve; see the class."""
+        first = self.start(problem)
+        if isinstance(first, ADMM) and isinstance(target, Sparsity):
+            return self._from_support(problem, first.support(problem, target.count(problem.prunable)))
+        return Refine(first, seconds=self.seconds)(problem, target)
+
+    def start(self, problem: Problem) -> Exact | ADMM:
+        """Which solver finds the first support."""
+        greedy, directions = costs(problem)
+        return Exact() if greedy <= self.patience * directions else ADMM()
+
+    def _from_support(self, problem: Problem, mask: Tensor) -> Solution:
+        """Swap at once: on a wide layer least squares on the first support would cost as much as a round of swaps."""
+        kept = int(mask.sum()) / max(1, mask[..., 0].numel())
+        round_cost = _FACTOR * mask[..., 0].numel() * kept**2 * (kept / 6 + 128) / 1e9
+        rounds = max(1, min(3, int(2 * costs(problem)[1] / max(round_cost, 1e-9))))
+        return on_support(problem, *swap(problem, mask, rounds=rounds, seconds=self.seconds))
+
+
+def costs(problem: Problem) -> tuple[float, float]:
+    """Estimated seconds of (exact greedy, alternating directions) on two cores, without what both share."""
+    rows, d = problem.weight[..., 0].numel(), problem.weight.shape[-1]
+    admm = ADMM()
+    groups = len(problem.groups)
+    greedy = _EXACT * rows * d**3 / 3e9
+    directions = admm.penalties * (_FACTOR * groups * d**3 / 2 + _PRODUCT * admm.steps * rows * d**2) / 1e9
+    return greedy, directions

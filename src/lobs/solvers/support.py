@@ -1,0 +1,70 @@
+"""What every solver needs once it knows which weights stay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lobs import linalg
+from lobs.kernels.rows import blocks, by_rows, listed
+from lobs.problem import Problem, Solution, finish
+
+# Below this independence float32 would lose the third digit of a loss; work then goes on in float64.
+_FLOAT32_SAFE = 1e-4
+# From this many multiply-adds on, weights come from conjugate gradients instead of one Cholesky a row.
+_MANY = 2e10
+
+
+def single_precision(metric: linalg.Metric, weight: Tensor) -> bool:
+    """May the search for a support run in float32?"""
+    return weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
+
+
+def stacked(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Equilibrated moments and weights of all groups, (groups, d, d) and (groups, rows, d); float64 where weights are."""
+    kind = torch.float64 if problem.weight.dtype == torch.float64 else dtype
+    gram = torch.stack([m.gram for m in problem.metrics]).to(kind)
+    weight = torch.stack([m.scaled(w) for m, (w, _) in zip(problem.metrics, problem.groups, strict=True)]).to(kind)
+    return gram, weight
+
+
+def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
+    """The best weights on a given support, in float64: one Cholesky a row, or conjugate gradients where that is dear.
+
+    `near`, (groups, rows, d) in equilibrated units, is where the latter start.
+    """
+    shape = (len(problem.metrics), *problem.weight.shape[-2:])
+    parts = []
+    for g, (metric, (weight, _), kept) in enumerate(zip(problem.metrics, problem.groups, mask.view(shape), strict=True)):
+        solved = _solve(metric.gram, metric.scaled(weight), kept, None if near is None else near[g])
+        parts.append(metric.unscaled(solved, weight, kept))
+    weight = torch.stack(parts).view(problem.weight.shape)
+    return finish(problem, weight, mask, damping=max(m.damping for m in problem.metrics))
+
+
+def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> Tensor:
+    work = float(kept.sum(dim=1, dtype=torch.float64).pow(3).sum()) / 6
+    if work < _MANY:
+        return least_squares(gram, weight, kept)
+    start = (weight if near is None else near).float()
+    close = linalg.conjugate_gradients(gram.float(), weight.float(), kept, start, steps=60, tolerance=1e-3)
+    # What is left of the gradient is float32's own rounding; a few steps in float64 take it off.
+    return linalg.conjugate_gradients(gram, weight, kept, close.double(), steps=6)
+
+
+def least_squares(gram: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    """Minimise (v − w) G (v − w)ᵀ for every row over v that vanish off the mask.
+
+    The normal equations on a support S are G_SS v_S = (w G)_S: one Cholesky solve of |S|³/3 flops a row. A row whose G_SS is
+    singular gets its minimum-norm solution.
+    """
+    wanted, out = weight @ gram, torch.zeros_like(weight)
+
+    def work(rows: Tensor) -> None:
+        index, real = listed(mask[rows])
+        if index.shape[1]:
+            solved = linalg.solve_blocks(blocks(gram, index, real), wanted[rows].gather(1, index) * real)
+            out[rows] = out[rows].scatter_add(1, index, solved * real)
+
+    by_rows(work, mask.sum(dim=1))
+    return out
