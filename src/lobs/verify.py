@@ -37,10 +37,8 @@ def verify_masks(saved: Checkpoint, model: nn.Module | None = None) -> list[Find
         detail = f"{int((~mask).sum()):,} zeros hold" if revived == 0 else f"{revived:,} removed weights are not zero"
         findings.append(Finding(f"mask {name}", revived == 0, detail))
     for row in _rows(saved):
-        # A network that is one bare layer has parameters without a prefix.
-        own = {f"{row['name']}.weight", f"{row['name']}.bias"}
-        names = [n for n in saved.masks if n in own] or [n for n in saved.masks if n in ("weight", "bias")]
-        removed = sum(int((~saved.masks[n]).sum()) for n in names)
+        own = _parameters(row, saved.masks)
+        removed = sum(int((~mask[slice(*own[name])]).sum()) for name, mask in saved.masks.items() if name in own)
         findings.append(
             Finding(
                 f"count {row['name']}",
@@ -60,9 +58,9 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
     watched = pruned if isinstance(settings, dict) and settings.get("inputs") == "pruned" else dense
-    calibration = collect(watched, batches, [layer for layer in find_layers(watched) if layer.name in recorded])
-    before = {layer.name: layer for layer in find_layers(dense)}
-    after = {layer.name: layer for layer in find_layers(pruned)}
+    calibration = collect(watched, batches, find_layers(watched, recorded))
+    before = {layer.name: layer for layer in find_layers(dense, recorded)}
+    after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     findings = []
     for name, promised in recorded.items():
         problem = layer_problem(before[name], before[name].matrix(), calibration[name])
@@ -70,6 +68,18 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
         close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * problem.energy
         findings.append(Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}"))
     return findings
+
+
+def _parameters(row: dict[str, Any], masks: Mapping[str, Any]) -> dict[str, tuple[int | None, int | None]]:
+    """Which rows of which parameters are a layer's; files from before layers could share one do not say."""
+    told = row.get("parameters")
+    if not isinstance(told, dict):
+        own = {f"{row['name']}.weight", f"{row['name']}.bias"}
+        # A network that is one bare layer has parameters without a prefix.
+        return dict.fromkeys(own if own & masks.keys() else ("weight", "bias"), (None, None))
+    if not all(isinstance(s, list) and len(s) == 2 and all(isinstance(i, int) for i in s) for s in told.values()):
+        raise FileError("the file's record of layers is damaged.")
+    return {name: (start, stop) for name, (start, stop) in told.items()}
 
 
 def _rows(saved: Checkpoint) -> list[dict[str, Any]]:
