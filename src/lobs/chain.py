@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
-from torch.nn.modules.conv import _ConvNd
 
 from lobs import linalg
 from lobs.calibrate import evaluating
@@ -42,7 +41,7 @@ _MAX_POOLS: dict[int, tuple[Any, ...]] = {
     2: (F.max_pool2d, torch.max_pool2d),
     3: (F.max_pool3d, torch.max_pool3d),
 }
-_FRAMES: dict[int, tuple[type[_ConvNd], type[ConvolutionLayer]]] = {
+_FRAMES: dict[int, tuple[Callable[..., nn.Module], type[ConvolutionLayer]]] = {
     1: (nn.Conv1d, Conv1dLayer),
     2: (nn.Conv2d, Conv2dLayer),
     3: (nn.Conv3d, Conv3dLayer),
@@ -239,7 +238,7 @@ def _call_constant(node: fx.Node, shape: torch.Size) -> float | None:
 def _max_pool(n: int, shape: torch.Size, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> float:
     """The maximum of a patch is 1-Lipschitz, so pooling stretches by √m like any selection of patches."""
     convolution, view = _FRAMES[n]
-    frame = convolution(1, 1, kernel, stride, padding, dilation)
+    frame: Any = convolution(1, 1, kernel, stride, padding, dilation)
     # Rounding up adds windows at the far edges; counting on a larger image can only find as many or more.
     extra = [s - 1 if ceil else 0 for s in frame.stride]
     size = [n + more for n, more in zip(shape[-n:], extra, strict=True)]

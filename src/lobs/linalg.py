@@ -171,7 +171,8 @@ def _try(psi: Tensor, damping: float) -> list[Metric | None]:
         factor = torch.where((info == 0)[:, None, None], factor, torch.eye(psi.shape[-1]).to(factor))
     inverse = torch.cholesky_inverse(factor)
     good = (info == 0) & torch.isfinite(inverse).all(dim=-1).all(dim=-1)
-    return [Metric(*parts, damping) if ok else None for *parts, ok in zip(gram, inverse, scale, good.tolist(), strict=True)]
+    each = zip(gram, inverse, scale, good.tolist(), strict=True)
+    return [Metric(g, a, s, damping) if ok else None for g, a, s, ok in each]
 
 
 def _helped(psi: Tensor, damping: float, name: str, samples: int | None, where: str) -> str:
@@ -185,4 +186,5 @@ def _helped(psi: Tensor, damping: float, name: str, samples: int | None, where: 
         if few
         else "Normal where inputs are dead or duplicated; otherwise use more data, or set damping yourself."
     )
-    return f"{name}: its input moment Ψ is singular{where} ({known}{seen}), so λ = {damping:.2e} was added to the diagonal. {advice}"
+    singular = f"its input moment Ψ is singular{where} ({known}{seen})"
+    return f"{name}: {singular}, so λ = {damping:.2e} was added to the diagonal. {advice}"

@@ -58,7 +58,7 @@ class ObservedAttention:
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
         k, v, mask = self._extend(k, v, mask)
-        heads, weights = self._attend(*(self._split(x) for x in (q, k, v)), mask, need_weights, causal)
+        heads, weights = self._attend(self._split(q), self._split(k), self._split(v), mask, need_weights, causal)
         joined = heads.transpose(1, 2).flatten(2)
         out = self._project("out", self._back(joined, batched))
         if weights is None:

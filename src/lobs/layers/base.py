@@ -45,7 +45,7 @@ class Part:
 
     def of(self, module: nn.Module) -> Tensor | None:
         """The rows themselves, as a view."""
-        whole = self.parameter(module)
+        whole: Tensor | None = self.parameter(module)
         return whole if whole is None or self.stop is None else whole[self.start : self.stop]
 
     def place(self, module: nn.Module) -> Hashable:

@@ -79,7 +79,7 @@ def refused_layers(model: nn.Module) -> dict[str, str]:
 
 
 def uncovered_weights(model: nn.Module) -> dict[str, int]:
-    """Sizes of the weight matrices, by name, that belong to no layer `lobs` knows: embeddings, recurrent layers and the like."""
+    """Sizes by name of weights that belong to no layer `lobs` knows: embeddings, recurrent layers and the like."""
     known = {id(layer.weight_part.parameter(layer.module)) for layer in all_layers(model)}
     rest = [(n, p) for n, p in model.named_parameters() if id(p) not in known and not isinstance(p, UninitializedParameter)]
     return {name: p.numel() for name, p in rest if p.dim() > 1}
