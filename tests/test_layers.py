@@ -101,13 +101,6 @@ def test_layers_are_chosen_by_name_and_glob():
         find_layers(nn.ReLU())
 
 
-def test_tied_weights_are_refused():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    with pytest.raises(UnsupportedLayerError, match=r"shared by 0.weight, 1.weight"):
-        find_layers(model)
-
-
 def test_tied_biases_and_shared_memory_are_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].bias = model[0].bias

@@ -125,9 +125,7 @@ class Alone(nn.Module):
 
     def forward(self, x):
         memory = x[:, :3, :]
-        return self.attention(
-            x, memory[..., : self.attention.kdim], memory[..., : self.attention.vdim], need_weights=False
-        )[0]
+        return self.attention(x, memory[..., : self.attention.kdim], memory[..., : self.attention.vdim], need_weights=False)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 6}, {"add_bias_kv": True, "add_zero_attn": True}])
