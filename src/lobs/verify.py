@@ -114,11 +114,13 @@ def _again(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], order: S
 def _parameters(row: dict[str, Any], masks: Mapping[str, Any]) -> dict[str, tuple[int | None, int | None]]:
     """Which rows of which parameters are a layer's; files from before layers could share one do not say."""
     told = row.get("parameters")
-    if not isinstance(told, dict):
+    if not told:
         own = {f"{row['name']}.weight", f"{row['name']}.bias"}
         # A network that is one bare layer has parameters without a prefix.
         return dict.fromkeys(own if own & masks.keys() else ("weight", "bias"), (None, None))
-    if not all(isinstance(s, list) and len(s) == 2 and all(isinstance(i, int) for i in s) for s in told.values()):
+    if not isinstance(told, dict) or not all(
+        isinstance(s, list) and len(s) == 2 and all(isinstance(i, int) for i in s) for s in told.values()
+    ):
         raise FileError("the file's record of layers is damaged.")
     return {name: (start, stop) for name, (start, stop) in told.items()}
 
