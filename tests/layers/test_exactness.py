@@ -150,7 +150,7 @@ def test_an_output_size_that_patches_cannot_know_is_refused(kind):
             self.up = kind(2, 2, 3, stride=2)
 
         def forward(self, x):
-            return self.up(x, output_size=[more + 2 * n for n in x.shape[2:]])
+            return self.up(output_size=[more + 2 * n for n in x.shape[2:]], input=x)
 
     n, more = int(kind.__name__[-2]), 1
     x = torch.randn(1, 2, *[3] * n)

@@ -130,7 +130,7 @@ class Layer(ABC):
 
     def called_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The input in the arguments of one call of the module."""
-        x = args[0] if args else next(iter(kwargs.values()), None)
+        x = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
         if not isinstance(x, Tensor):
             raise CalibrationError(
                 f"layer '{self.name}' was called with {type(x).__name__}, not with a tensor. Skip the layer."
