@@ -50,7 +50,7 @@ def test_convolution_is_linear_on_its_patches(kind, monkeypatch):
     x = torch.randn(5, 4, 9, 8, dtype=torch.float64)
     expected = conv(x).transpose(0, 1).reshape(layer.groups, layer.rows, -1)
     for elements in (2**21, 1000, 1):  # whole batches, some images, single lines at a time
-        monkeypatch.setattr("lobs.layers._PIECE_ELEMENTS", elements)
+        monkeypatch.setattr("lobs.layers.base.PIECE_ELEMENTS", elements)
         pieces = by_matrix(layer, x)
         if elements == 1:  # line by line, images outermost: same order
             assert len(list(layer.patches(x))) >= len(x)
@@ -99,13 +99,6 @@ def test_layers_are_chosen_by_name_and_glob():
         find_layers(model, "nope")
     with pytest.raises(UnsupportedLayerError, match="no layer to prune"):
         find_layers(nn.ReLU())
-
-
-def test_tied_weights_are_refused():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    with pytest.raises(UnsupportedLayerError, match=r"shared by 0.weight, 1.weight"):
-        find_layers(model)
 
 
 def test_tied_biases_and_shared_memory_are_refused():

@@ -64,3 +64,18 @@ def test_an_indefinite_moment_is_refused():
 def test_spectral_norm_is_the_largest_singular_value():
     matrix = torch.randn(5, 9)
     torch.testing.assert_close(linalg.spectral_norm(matrix), float(torch.linalg.svdvals(matrix.double())[0]))
+
+
+def test_groups_at_once_are_as_one_by_one_and_warn_once():
+    x = torch.randn(3, 30, 6, dtype=torch.float64)
+    x[1, :, 2] = x[1, :, 4]  # one group is singular,
+    x[2, :, 0] = 0  # one has a dead column
+    psi = x.mT @ x / 30
+    with pytest.warns(NumericalWarning, match=r"singular in 1 of 3 groups \(rank 5 of 6") as seen:
+        together = linalg.metrics(psi, name="layer 'dw'")
+    assert len(seen) == 1 and [m.damping > 0 for m in together] == [False, True, False]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for metric, alone in zip(together, (linalg.metric(p) for p in psi), strict=True):
+            torch.testing.assert_close(metric.inverse, alone.inverse)
+            assert metric.damping == alone.damping and torch.equal(metric.scale, alone.scale)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
 import lobs
+from lobs.errors import FileError
 from lobs.verify import verify_errors, verify_masks
 
 
@@ -37,3 +39,42 @@ def test_another_dense_network_is_noticed(tmp_path):
     result = lobs.prune(model, x, 0.5, progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     assert not verify_errors(saved, other, result.model, x)[0].holds
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_files_that_do_not_say_which_parameters_are_whose_are_counted_by_name(tmp_path, bare):
+    model = nn.Linear(10, 8) if bare else nn.Sequential(nn.Linear(10, 8))
+    result = lobs.prune(model, [torch.randn(50, 10)], 0.5, progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    for row in saved.record["layers"]:
+        del row["parameters"]
+    assert all(f.holds for f in verify_masks(saved)) and len(verify_masks(saved)) == 2
+    saved.record["layers"][0]["kept"] += 1
+    assert [f.holds for f in verify_masks(saved)] == [True, False]
+
+
+@pytest.mark.parametrize("nonsense", ["all", [1], {"0.weight": 3}, {"0.weight": ["a", 2]}, {"0.weight": [1, 2, 3]}])
+def test_a_damaged_record_of_parameters_is_an_error(tmp_path, nonsense):
+    result = lobs.prune(nn.Sequential(nn.Linear(10, 8)), [torch.randn(50, 10)], 0.5, progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    rows = [{**row, "parameters": nonsense} for row in saved.record["layers"]]
+    with pytest.raises(FileError, match="damaged"):
+        verify_masks(dataclasses.replace(saved, record={**saved.record, "layers": rows}))
+
+
+def test_a_layer_that_runs_twice_is_verified_on_pruned_inputs(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.between, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.last(self.fc(self.between(self.fc(x).tanh()).tanh()).tanh())
+
+    model, x = Twice(), [torch.randn(60, 6), torch.randn(30, 6)]
+    result = lobs.prune(model, x, 0.5, inputs="pruned", progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    assert all(f.holds for f in verify_errors(saved, model, result.model, x))
+    with torch.no_grad():
+        result.model.fc.weight.mul_(1.5)
+    assert not verify_errors(saved, model, result.model, x)[0].holds

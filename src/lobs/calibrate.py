@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs.errors import CalibrationError
-from lobs.layers import Layer, find_layers
+from lobs.layers import Handle, Layer, find_layers
 from lobs.progress import shown, track
 from lobs.statistics import Moments
 
@@ -130,18 +130,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watching(layers: Sequence[Layer], moments: dict[str, Moments]) -> Iterator[None]:
-    def watch(layer: Layer) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["input"]
-            layer.check_input(x)
+    def watch(layer: Layer) -> Handle:
+        def count(x: Tensor) -> None:
             if layer.name not in moments:
                 moments[layer.name] = Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=x.device)
             for piece in layer.patches(x.detach()):
                 moments[layer.name].add(piece)
 
-        return layer.module.register_forward_pre_hook(hook, with_kwargs=True)
+        return layer.on_input(count)
 
-    handles: list[Any] = []
+    handles: list[Handle] = []
     try:
         for layer in layers:
             handles.append(watch(layer))  # noqa: PERF401 - if one fails, those before it must still come off

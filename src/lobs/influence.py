@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lobs.calibrate import batch_size, call, evaluating, length
 from lobs.errors import CalibrationError
-from lobs.layers import Layer
+from lobs.layers import Handle, Layer
 from lobs.progress import track
 
 
@@ -50,16 +50,18 @@ def _probed(layers: Sequence[Layer]) -> Iterator[list[tuple[Layer, Tensor]]]:
     """Add a zero to every layer's output and keep it: its gradient is the output's, whether or not weights are frozen."""
     probes: list[tuple[Layer, Tensor]] = []
 
-    def watch(layer: Layer) -> Any:
-        def hook(_: nn.Module, __: Any, z: Tensor) -> Tensor:
+    def watch(layer: Layer) -> Handle:
+        def probe(z: Tensor) -> Tensor:
             zero = torch.zeros_like(z, requires_grad=True)
             probes.append((layer, zero))
             return z + zero
 
-        return layer.module.register_forward_hook(hook)
+        return layer.on_output(probe)
 
-    handles = [watch(layer) for layer in layers]
+    handles: list[Handle] = []
     try:
+        for layer in layers:
+            handles.append(watch(layer))  # noqa: PERF401 - if one fails, those before it must still come off
         yield probes
     finally:
         for handle in handles:

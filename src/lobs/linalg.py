@@ -36,6 +36,11 @@ class Metric:
         """Smallest share of any column's energy that the others cannot explain, between 0 and 1."""
         return 1.0 / float(self.inverse.diagonal().max())
 
+    @property
+    def sound(self) -> bool:
+        """Whether every column says more than rounding noise."""
+        return self.independence >= _LEAST_INDEPENDENT
+
     def scaled(self, weight: Tensor) -> Tensor:
         """Return weights in equilibrated units, float64."""
         return weight.to(torch.float64) * self.scale
@@ -63,21 +68,47 @@ def metric(
     columns (Ψ_qq = 0) need no damping: they get scale 0, so deleting them costs exactly nothing. Costs d³ flops and three
     d×d float64 matrices.
     """
-    psi = moment.to(torch.float64)
-    size = float(psi.diagonal().mean())
+    return metrics(moment.unsqueeze(0), damping, first=first, name=name, samples=samples)[0]
+
+
+def metrics(
+    moments: Tensor,
+    damping: float | None = None,
+    *,
+    first: float = 0.0,
+    name: str = "layer",
+    samples: int | None = None,
+) -> list[Metric]:
+    """`metric` for every group of a layer: all at once where none needs help, and one warning for all that do."""
+    psi = moments.to(torch.float64)
+    found = _try(psi, float(damping or 0.0))
     if damping is not None:
-        found = _try(psi, float(damping))
-        if found is None:
-            raise ProblemError(
-                f"{name}: Ψ + {damping:g}·I is not positive definite. Use damping ≥ {1e-6 * size:.1e}, or leave it "
-                f"out to have it chosen."
-            )
-        return found
-    for step in (0.0, *_LADDER):
-        found = _try(psi, max(step * size, first) if step > 0 else 0.0)
-        if found is not None and found.independence >= _LEAST_INDEPENDENT:
-            if step > 0:
-                warnings.warn(_helped(psi, found.damping, name, samples), NumericalWarning, stacklevel=3)
+        return [_given(p, m, damping, name) for p, m in zip(psi, found, strict=True)]
+    chosen = [_climb(p, first, name) if m is None or not m.sound else m for p, m in zip(psi, found, strict=True)]
+    helped = [g for g, m in enumerate(chosen) if m.damping > 0]
+    if helped:
+        worst = max(helped, key=lambda g: chosen[g].damping)
+        where = f" in {len(helped)} of {len(psi)} groups" if len(psi) > 1 else ""
+        message = _helped(psi[worst], chosen[worst].damping, name, samples, where)
+        warnings.warn(message, NumericalWarning, stacklevel=3)
+    return chosen
+
+
+def _given(psi: Tensor, found: Metric | None, damping: float, name: str) -> Metric:
+    if found is None:
+        least = 1e-6 * float(psi.diagonal().mean())
+        raise ProblemError(
+            f"{name}: Ψ + {damping:g}·I is not positive definite. Use damping ≥ {least:.1e}, or leave it out to have it chosen."
+        )
+    return found
+
+
+def _climb(psi: Tensor, first: float, name: str) -> Metric:
+    """The least damping on the ladder that makes Ψ well-determined."""
+    size = float(psi.diagonal().mean())
+    for step in _LADDER:
+        (found,) = _try(psi.unsqueeze(0), max(step * size, first))
+        if found is not None and found.sound:
             return found
     raise ProblemError(f"{name}: Ψ is not positive semi-definite: even damping {_LADDER[-1] * size:.1e} does not help.")
 
@@ -169,24 +200,25 @@ def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
     return a
 
 
-def _try(psi: Tensor, damping: float) -> Metric | None:
+def _try(psi: Tensor, damping: float) -> list[Metric | None]:
+    """Every group's metric with one damping; None where Ψ + λI is not positive definite."""
     # A dead column costs nothing to delete, whatever the damping that others need.
-    energy = torch.where(psi.diagonal() == 0, 0.0, psi.diagonal() + damping)
+    energy = psi.diagonal(dim1=-2, dim2=-1)
+    energy = torch.where(energy == 0, 0.0, energy + damping)
     scale = energy.clamp_min(0.0).sqrt()
-    dead = scale == 0
-    divisor = torch.where(dead, 1.0, scale)
-    gram = psi / divisor / divisor.unsqueeze(1)
-    gram.diagonal().copy_(torch.ones_like(energy))
+    divisor = torch.where(scale == 0, 1.0, scale)
+    gram = psi / divisor.unsqueeze(-2) / divisor.unsqueeze(-1)
+    gram.diagonal(dim1=-2, dim2=-1).copy_(torch.ones_like(energy))
     factor, info = torch.linalg.cholesky_ex(gram)
-    if int(info) != 0:
-        return None
+    if bool(info.any()):  # what is no factor cannot be inverted; its place is kept
+        factor = torch.where((info == 0)[:, None, None], factor, torch.eye(psi.shape[-1]).to(factor))
     inverse = torch.cholesky_inverse(factor)
-    if not bool(torch.isfinite(inverse).all()):
-        return None
-    return Metric(gram, inverse, scale, damping)
+    good = (info == 0) & torch.isfinite(inverse).all(dim=-1).all(dim=-1)
+    each = zip(gram, inverse, scale, good.tolist(), strict=True)
+    return [Metric(g, a, s, damping) if ok else None for g, a, s, ok in each]
 
 
-def _helped(psi: Tensor, damping: float, name: str, samples: int | None) -> str:
+def _helped(psi: Tensor, damping: float, name: str, samples: int | None, where: str) -> str:
     d = len(psi)
     # The rank is only for the message: not worth an eigendecomposition of a large matrix.
     known = f"rank {rank(psi)} of {d}" if d <= 1024 else f"{d} columns"
@@ -197,4 +229,5 @@ def _helped(psi: Tensor, damping: float, name: str, samples: int | None) -> str:
         if few
         else "Normal where inputs are dead or duplicated; otherwise use more data, or set damping yourself."
     )
-    return f"{name}: its input moment Ψ is singular ({known}{seen}), so λ = {damping:.2e} was added to the diagonal. {advice}"
+    singular = f"its input moment Ψ is singular{where} ({known}{seen})"
+    return f"{name}: {singular}, so λ = {damping:.2e} was added to the diagonal. {advice}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,12 @@ def removal_order(scores: Tensor, protected: int = 0) -> Tensor:
     grid = torch.arange(scores.numel(), device=scores.device).view(scores.shape)
     free = grid[..., : scores.shape[-1] - protected].flatten()
     return free[torch.sort(scores.flatten()[free], stable=True).indices]
+
+
+def joined(masks: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Both sets of masks by name; where both speak of one parameter, what either removes is removed."""
+    both = {name: masks[name] & more[name] for name in masks.keys() & more.keys()}
+    return {**masks, **more, **both}
 
 
 def mask_from_order(order: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:

@@ -17,6 +17,7 @@ from lobs.calibrate import Calibration, collect
 from lobs.errors import CalibrationError, LobsError
 from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
+from lobs.masks import joined
 from lobs.problem import Problem, Solution, Solver
 from lobs.progress import shown, track
 from lobs.result import Histogram, LayerResult, Pruning
@@ -53,7 +54,7 @@ def prune(
         solver: a name from `SOLVERS`, or a solver.
         inputs: "dense": every layer sees what the dense network feeds it, one pass over the data. "pruned": layers are
             pruned in the order they run and each sees what the pruned layers before it give, one pass a layer.
-        layers: names or globs of the layers to prune; all Linear and Conv2d by default.
+        layers: names or globs of the layers to prune; all that `lobs` knows by default.
         skip: names or globs of layers to leave alone.
         inplace: write into `model` itself instead of a copy.
         progress: draw progress bars on a terminal for what takes over two seconds.
@@ -188,7 +189,7 @@ class _Job:
             solution = solve(problem, self.solver, target)
         self.solutions[layer.name] = solution
         self.largest_errors[layer.name] = problem.largest_error_of(solution.weight)
-        self.masks |= layer.masks(solution.mask)
+        self.masks = joined(self.masks, layer.masks(solution.mask))
         self.results[layer.name] = LayerResult(
             name=layer.name,
             shape=tuple(layer.weight.shape),
@@ -199,6 +200,7 @@ class _Job:
             damping=solution.damping,
             seconds=time.perf_counter() - began,
             samples=moments.count,
+            parameters=layer.parameters(),
             sensitivity=_histogram(problem) if self.diagnostics else None,
         )
         return solution.weight

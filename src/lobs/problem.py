@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lobs.errors import ProblemError
-from lobs.linalg import Metric, metric
+from lobs.linalg import Metric, metrics
 from lobs.targets import ErrorBudget, Sparsity, Target
 
 
@@ -101,7 +101,8 @@ class Problem:
 
     def damped_metrics(self, first: float = 0.0) -> list[Metric]:
         """The same with damping that starts from `first` where a moment is singular."""
-        return [metric(psi, self.damping, first=first, name=self.name, samples=self.samples) for _, psi in self.groups]
+        psi = self.moment if self.moment.dim() == 3 else self.moment.unsqueeze(0)
+        return metrics(psi, self.damping, first=first, name=self.name, samples=self.samples)
 
     @property
     def protected(self) -> int:

@@ -25,7 +25,10 @@ class Histogram:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One line of the result. `error` is E, `relative_error` √E over the norm of the dense output."""
+    """One line of the result. `error` is E, `relative_error` √E over the norm of the dense output.
+
+    `parameters` says which of the state dict's tensors are the layer's, and which of their rows: from, up to.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -36,6 +39,7 @@ class LayerResult:
     damping: float
     seconds: float
     samples: int
+    parameters: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     sensitivity: Histogram | None = field(default=None, repr=False)
 
     @property

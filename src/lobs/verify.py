@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,8 +15,9 @@ from torch import nn
 from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
 from lobs.errors import FileError
-from lobs.layers import find_layers
+from lobs.layers import Layer, find_layers
 from lobs.pipeline import layer_problem
+from lobs.statistics import Moments
 
 _TOLERANCE = 1e-3  # relative: moments are sums of float32 products, whose order a machine may choose
 
@@ -37,10 +42,8 @@ def verify_masks(saved: Checkpoint, model: nn.Module | None = None) -> list[Find
         detail = f"{int((~mask).sum()):,} zeros hold" if revived == 0 else f"{revived:,} removed weights are not zero"
         findings.append(Finding(f"mask {name}", revived == 0, detail))
     for row in _rows(saved):
-        # A network that is one bare layer has parameters without a prefix.
-        own = {f"{row['name']}.weight", f"{row['name']}.bias"}
-        names = [n for n in saved.masks if n in own] or [n for n in saved.masks if n in ("weight", "bias")]
-        removed = sum(int((~saved.masks[n]).sum()) for n in names)
+        own = _parameters(row, saved.masks)
+        removed = sum(int((~mask[slice(*own[name])]).sum()) for name, mask in saved.masks.items() if name in own)
         findings.append(
             Finding(
                 f"count {row['name']}",
@@ -55,14 +58,20 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
     """Recompute every layer's error from data and compare it with the record.
 
     Errors were measured on the inputs that the dense or the pruned network gives its layers; the latter are those of the
-    finished network too, because a layer's inputs depend only on layers before it.
+    finished network too, because a layer's inputs depend only on layers before it. Not so where a weight is used more than
+    once, and then layers are pruned again one by one, as they were the first time, with the weights of the record.
     """
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
-    watched = pruned if isinstance(settings, dict) and settings.get("inputs") == "pruned" else dense
-    calibration = collect(watched, batches, [layer for layer in find_layers(watched) if layer.name in recorded])
-    before = {layer.name: layer for layer in find_layers(dense)}
-    after = {layer.name: layer for layer in find_layers(pruned)}
+    on_pruned = isinstance(settings, dict) and settings.get("inputs") == "pruned"
+    watched = pruned if on_pruned else dense
+    layers = find_layers(watched, recorded)
+    with _counting(watched, layers) as calls:
+        calibration: Mapping[str, Moments] = collect(watched, batches, layers)
+    if on_pruned and any(calls[name] > calls[""] for name in recorded):
+        calibration = _again(dense, pruned, batches, [*calibration])
+    before = {layer.name: layer for layer in find_layers(dense, recorded)}
+    after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     findings = []
     for name, promised in recorded.items():
         problem = layer_problem(before[name], before[name].matrix(), calibration[name])
@@ -70,6 +79,50 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
         close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * problem.energy
         findings.append(Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}"))
     return findings
+
+
+@contextmanager
+def _counting(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Counter[str]]:
+    """Count how often each layer runs, and under the empty name the network itself."""
+    calls: Counter[str] = Counter()
+
+    def count(name: str, *_: Any) -> None:
+        calls[name] += 1
+
+    handles: list[Any] = [model.register_forward_pre_hook(partial(count, ""))]
+    try:
+        for layer in layers:
+            handles.append(layer.on_input(partial(count, layer.name)))  # noqa: PERF401 - what is on must come off
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _again(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], order: Sequence[str]) -> dict[str, Moments]:
+    """What each layer saw when it was pruned: the layers before it as they are now, it and those after it dense."""
+    work = copy.deepcopy(dense)
+    after = {layer.name: layer for layer in find_layers(pruned, order)}
+    layers = {layer.name: layer for layer in find_layers(work, order)}
+    seen: dict[str, Moments] = {}
+    for name in order:
+        seen[name] = collect(work, batches, [layers[name]])[name]
+        layers[name].write(after[name].matrix())
+    return seen
+
+
+def _parameters(row: dict[str, Any], masks: Mapping[str, Any]) -> dict[str, tuple[int | None, int | None]]:
+    """Which rows of which parameters are a layer's; files from before layers could share one do not say."""
+    told = row.get("parameters")
+    if not told:
+        own = {f"{row['name']}.weight", f"{row['name']}.bias"}
+        # A network that is one bare layer has parameters without a prefix.
+        return dict.fromkeys(own if own & masks.keys() else ("weight", "bias"), (None, None))
+    if not isinstance(told, dict) or not all(
+        isinstance(s, list) and len(s) == 2 and all(isinstance(i, int) for i in s) for s in told.values()
+    ):
+        raise FileError("the file's record of layers is damaged.")
+    return {name: (start, stop) for name, (start, stop) in told.items()}
 
 
 def _rows(saved: Checkpoint) -> list[dict[str, Any]]:

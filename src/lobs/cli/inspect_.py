@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lobs.cli.common import JsonOption, SamplesOption, SubjectArgument, TrustOption, notes, print_json, print_table
+from lobs.cli.common import JsonOption, SamplesOption, SubjectArgument, TrustOption, notes, print_json, print_table, say
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -14,20 +14,24 @@ def inspect(
 ) -> None:
     """List the prunable layers with sizes and the quantiles of their weights' sensitivities.
 
-    A sensitivity is the layer error E that deleting one weight would cost, the rest of its row re-optimised. Example:
+    A sensitivity is the layer error E that deleting one weight would cost, the rest of its row re-optimised. Layers that
+    cannot be pruned are named with the reason, and weights of no known kind with their size. Example:
     `lobs inspect lenet5 --samples 1000`
     """
     from lobs.calibrate import collect
     from lobs.cli.subject import open_subject
-    from lobs.layers import find_layers
+    from lobs.layers import find_layers, refused_layers, uncovered_weights
 
     subject = open_subject(network, samples, trust=trust)
-    found = find_layers(subject.model)
+    refused, uncovered = refused_layers(subject.model), uncovered_weights(subject.model)
+    found = find_layers(subject.model, skip=[*refused])
     with notes():
         calibration = collect(subject.model, subject.batches, found, progress=not json)
         rows = [_row(layer, calibration[layer.name]) for layer in found]
     if json:
-        print_json({"network": network, "samples": calibration.samples, "layers": rows})
+        print_json(
+            {"network": network, "samples": calibration.samples, "layers": rows, "refused": refused, "not_covered": uncovered}
+        )
         return
     columns = ["layer", "type", "shape", "weights", "zero", "inputs seen", "damping", *(f"q{q:.0%}" for q in QUANTILES)]
     table = [
@@ -44,6 +48,10 @@ def inspect(
         for row in rows
     ]
     print_table(f"{subject.title}: sensitivity of weights (layer error E of deleting one)", columns, table)
+    for name, reason in refused.items():
+        say(f"refused: layer '{name}': {reason}")
+    for name, size in uncovered.items():
+        say(f"not covered: {name} ({size:,} weights), of no kind that lobs prunes")
 
 
 def _row(layer: Any, moments: Any) -> dict[str, Any]:
@@ -57,7 +65,7 @@ def _row(layer: Any, moments: Any) -> dict[str, Any]:
     quantiles = torch.quantile(sample, torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
     return {
         "name": layer.name,
-        "type": type(layer.module).__name__,
+        "type": layer.kind,
         "shape": list(layer.weight.shape),
         "weights": layer.weight.numel(),
         "zeros": int((layer.weight == 0).sum()),

@@ -44,6 +44,9 @@ def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, label: str) -> 
     a, w = inverse.numpy(), weight.contiguous().numpy()
     threads = max(1, torch.get_num_threads())
     chunk = max(1, min(16, rows // (threads * 4)))
+    if rows <= chunk:  # a thousand groups of one row each: starting a thread would take longer than the work
+        _greedy_span(a, w, protected, order, losses)
+        return torch.from_numpy(order), torch.from_numpy(losses)
     with track(label, rows) as advance, ThreadPoolExecutor(threads) as pool:
         spans = [(lo, min(rows, lo + chunk)) for lo in range(0, rows, chunk)]
         jobs = [pool.submit(_greedy_span, a, w[lo:hi], protected, order[lo:hi], losses[lo:hi]) for lo, hi in spans]

@@ -1,0 +1,38 @@
+"""A network's modules seen as matrix problems, and back: one file per kind of layer, `finding` chooses among them."""
+
+from __future__ import annotations
+
+from lobs.layers.attention import AttentionLayer
+from lobs.layers.base import Layer
+from lobs.layers.convolution import Conv1dLayer, Conv2dLayer, Conv3dLayer, ConvolutionLayer, WindowedLayer
+from lobs.layers.finding import all_layers, as_layer, find_layers, refused_layers, uncovered_weights
+from lobs.layers.linear import FlippedLinearLayer, LinearLayer
+from lobs.layers.observing import Handle
+from lobs.layers.transposed import (
+    ConvTranspose1dLayer,
+    ConvTranspose2dLayer,
+    ConvTranspose3dLayer,
+    TransposedConvolutionLayer,
+)
+
+__all__ = [
+    "AttentionLayer",
+    "Conv1dLayer",
+    "Conv2dLayer",
+    "Conv3dLayer",
+    "ConvTranspose1dLayer",
+    "ConvTranspose2dLayer",
+    "ConvTranspose3dLayer",
+    "ConvolutionLayer",
+    "FlippedLinearLayer",
+    "Handle",
+    "Layer",
+    "LinearLayer",
+    "TransposedConvolutionLayer",
+    "WindowedLayer",
+    "all_layers",
+    "as_layer",
+    "find_layers",
+    "refused_layers",
+    "uncovered_weights",
+]

@@ -1,0 +1,129 @@
+"""Convolutions in one, two and three dimensions, with every stride, padding, padding mode, dilation and group count."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn.modules.conv import _ConvNd
+
+from lobs.errors import CalibrationError
+from lobs.layers import base
+from lobs.layers.base import Layer
+
+
+class WindowedLayer(Layer):
+    """A layer whose patches are windows of an image, cut out by `windows`; columns are (channel, kernel position…)."""
+
+    module: _ConvNd
+    dimensions: ClassVar[int]
+
+    @abstractmethod
+    def windows(self, x: Tensor) -> Tensor:
+        """All patches of a batch as a view (batch, channels, output position…, kernel position…)."""
+
+    def check_input(self, x: Tensor) -> None:
+        """A batch or a single image with the right channels."""
+        n, channels = self.dimensions, self.module.in_channels
+        if x.dim() not in (n + 1, n + 2) or x.shape[-n - 1] != channels or not x.is_floating_point():
+            raise CalibrationError(
+                f"layer '{self.name}' takes floating-point inputs of {channels} channels and {n} "
+                f"dimension{'s' if n > 1 else ''}, but was given {x.dtype} of shape {tuple(x.shape)}. In a tuple the input "
+                f"comes first."
+            )
+
+    @property
+    def groups(self) -> int:
+        """The convolution's groups."""
+        return self.module.groups
+
+    @property
+    def form(self) -> Hashable:
+        """Everything that decides what a patch is."""
+        conv = self.module
+        return type(self), conv.stride, conv.padding, conv.output_padding, conv.dilation, conv.groups, conv.padding_mode
+
+    def patches(self, x: Tensor) -> Iterator[Tensor]:
+        """Copy windows out piece by piece: some images at a time, or some lines of one image where it is large."""
+        n, g = self.dimensions, self.groups
+        windows = self.windows(x if x.dim() == n + 2 else x.unsqueeze(0))
+        batch, channels, high = windows.shape[:3]
+        wide = windows.shape[3 : 2 + n].numel()
+        by_group = windows.unflatten(1, (g, channels // g))  # type: ignore[no-untyped-call]
+        order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+        budget = max(1, min(base.PIECE_ROWS, base.PIECE_ELEMENTS // max(1, g * self.columns)))
+        images = max(1, budget // max(1, high * wide))
+        lines = max(1, min(high, budget // max(1, wide)))
+        for b in range(0, batch, images):
+            for top in range(0, high, lines):
+                piece = by_group[b : b + images, :, :, top : top + lines]
+                yield piece.permute(order).reshape(g, -1, self.columns)
+
+    def by_unit(self, z: Tensor) -> Tensor:
+        """Output units are the channels."""
+        return z.flatten(-self.dimensions).sum(dim=-1).reshape(-1, self.groups, self.rows).sum(dim=0)
+
+
+class ConvolutionLayer(WindowedLayer):
+    """A convolution: windows of the padded image, `stride` apart."""
+
+    def windows(self, x: Tensor) -> Tensor:
+        """Views only, but for padding."""
+        conv = self.module
+        pad = padding(conv)
+        if any(pad):
+            mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+            x = F.pad(x, pad, mode=mode)
+        return slide(x, conv.kernel_size, conv.stride, conv.dilation)
+
+    def unfolded(self, weight: Tensor) -> Tensor:
+        """Output channels are in order of groups."""
+        return weight.reshape(self.groups, self.rows, self.columns)
+
+    def folded(self, matrix: Tensor) -> Tensor:
+        """Output channels are in order of groups."""
+        return matrix.reshape(self.weight.shape)
+
+
+class Conv1dLayer(ConvolutionLayer):
+    """`nn.Conv1d`."""
+
+    module: nn.Conv1d
+    dimensions = 1
+
+
+class Conv2dLayer(ConvolutionLayer):
+    """`nn.Conv2d`."""
+
+    module: nn.Conv2d
+    dimensions = 2
+
+
+class Conv3dLayer(ConvolutionLayer):
+    """`nn.Conv3d`."""
+
+    module: nn.Conv3d
+    dimensions = 3
+
+
+def slide(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+    """Windows of the trailing dimensions as a view (…, output position…, kernel position…)."""
+    first = x.dim() - len(kernel)
+    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=first):
+        x = x.unfold(axis, d * (k - 1) + 1, s)
+    steps: tuple[Any, ...] = (..., *(slice(None, None, d) for d in dilation))
+    return x[steps]
+
+
+def padding(conv: _ConvNd) -> list[int]:
+    """Padding in F.pad's order, last dimension first."""
+    if conv.padding == "valid":
+        return [0] * (2 * len(conv.kernel_size))
+    if conv.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    assert not isinstance(conv.padding, str)
+    return [int(p) for p in reversed(conv.padding) for _ in range(2)]

@@ -1,0 +1,166 @@
+"""Which layers does a network have, which of them are wanted, and which cannot be pruned, and why?"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from types import NoneType
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
+
+from lobs.errors import UnsupportedLayerError
+from lobs.layers.attention import attention_layers
+from lobs.layers.attention_forward import ObservedAttention
+from lobs.layers.base import Layer
+from lobs.layers.convolution import Conv1dLayer, Conv2dLayer, Conv3dLayer
+from lobs.layers.linear import FlippedLinearLayer, LinearLayer, flipped_linear_class
+from lobs.layers.transposed import ConvTranspose1dLayer, ConvTranspose2dLayer, ConvTranspose3dLayer
+
+_VIEWS: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: LinearLayer,
+    nn.Conv1d: Conv1dLayer,
+    nn.Conv2d: Conv2dLayer,
+    nn.Conv3d: Conv3dLayer,
+    nn.ConvTranspose1d: ConvTranspose1dLayer,
+    nn.ConvTranspose2d: ConvTranspose2dLayer,
+    nn.ConvTranspose3d: ConvTranspose3dLayer,
+}
+KINDS = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention and transformers' Conv1D"
+
+
+def as_layer(name: str, module: nn.Module) -> Layer | None:
+    """The layer that a module is, or None where it is none or several; no name stands for the whole network."""
+    root, name = name == "", name or "model"
+    for plain, view in _VIEWS.items():
+        if isinstance(module, plain):
+            return view(name, module, root)
+    return FlippedLinearLayer(name, module, root) if flipped_linear_class(module) else None
+
+
+def all_layers(model: nn.Module) -> list[Layer]:
+    """Every layer that `lobs` knows, prunable or not, in the order of the module tree; those that share a weight as one."""
+    found: dict[Hashable, Layer] = {}
+    inside_attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    for name, module in model.named_modules():
+        views: Sequence[Layer] = []
+        if isinstance(module, nn.MultiheadAttention):
+            views = attention_layers(name, module)
+        elif id(module) not in inside_attention and (alone := as_layer(name, module)):
+            views = [alone]
+        for view in views:
+            key = (view.form, view.weight_part.place(module))
+            first = found.get(key)
+            found[key] = view if first is None else replace(first, tied=(*first.tied, view))
+    return list(found.values())
+
+
+def find_layers(model: nn.Module, layers: str | Iterable[str] | None = None, skip: str | Iterable[str] = ()) -> list[Layer]:
+    """Prunable layers in the order of the module tree, chosen by name or glob; an empty choice is an error.
+
+    Modules that share a weight are one layer, with the name of the first; it is chosen by any of their names.
+    """
+    found = all_layers(model)
+    names = [name for layer in found for name in layer.names]
+    wanted, unwanted = _matching(names, layers, "layers"), _matching(names, skip, "skip") or set()
+    chosen = [x for x in found if (wanted is None or wanted & {*x.names}) and not unwanted & {*x.names}]
+    if not chosen:
+        raise UnsupportedLayerError(f"there is no layer to prune: lobs prunes {KINDS}, less what `skip` names.")
+    for name, reason in _refused(model, chosen).items():
+        raise UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
+    return chosen
+
+
+def refused_layers(model: nn.Module) -> dict[str, str]:
+    """Layers of a known kind that cannot be pruned, and why."""
+    return _refused(model, all_layers(model))
+
+
+def uncovered_weights(model: nn.Module) -> dict[str, int]:
+    """Sizes by name of weights that belong to no layer `lobs` knows: embeddings, recurrent layers and the like."""
+    known = {id(layer.weight_part.parameter(layer.module)) for layer in all_layers(model)}
+    rest = [(n, p) for n, p in model.named_parameters() if id(p) not in known and not isinstance(p, UninitializedParameter)]
+    return {name: p.numel() for name, p in rest if p.dim() > 1}
+
+
+def _matching(names: Sequence[str], patterns: str | Iterable[str] | None, what: str) -> set[str] | None:
+    if patterns is None:
+        return None
+    matched: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not hits:
+            raise UnsupportedLayerError(
+                f"{what} names '{pattern}', which matches no prunable layer. There are: {', '.join(names)}."
+            )
+        matched |= hits
+    return matched
+
+
+def _refused(model: nn.Module, layers: Iterable[Layer]) -> dict[str, str]:
+    owners: dict[int, list[tuple[str, int]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, UninitializedParameter):
+                owners.setdefault(_memory(parameter), []).append((f"{name}.{key}" if name else key, id(parameter)))
+    reasons = {layer.name: _unsupported(layer) or _shared(layer, owners) for layer in layers}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _memory(tensor: Tensor) -> int:
+    """What identifies a tensor's memory, also where two parameters share it; empty and meta tensors have only themselves."""
+    return tensor.data_ptr() or id(tensor)
+
+
+def _shared(layer: Layer, owners: dict[int, list[tuple[str, int]]]) -> str:
+    """Who else uses a layer's parameters; empty if nobody but the layers tied to it, through the very same parameter."""
+    views = (layer, *layer.tied)
+    for what, parts in (("weight", [v.weight_part for v in views]), ("bias", [v.bias_part for v in views])):
+        parameter = parts[0].parameter(layer.module)
+        if parameter is None or (what == "bias" and layer.bias is None):
+            continue
+        ours = {(f"{view.prefix}{part.key}", id(parameter)) for view, part in zip(views, parts, strict=True)}
+        users = owners[_memory(parameter)]
+        if not {*users} <= ours:
+            return (
+                f"its {what} is shared by {', '.join(name for name, _ in users)}; pruning it for one would change the others. "
+                f"Untie them"
+            )
+    return ""
+
+
+def _unsupported(layer: Layer) -> str:
+    """Why a layer's own kind cannot be pruned, with what to do first; empty if it can."""
+    for view in (layer, *layer.tied):
+        module = view.module
+        inner = [module, module.out_proj] if isinstance(module, nn.MultiheadAttention) else [module]
+        if any(parametrize.is_parametrized(m) for m in inner):
+            return "its weight is parametrised (weight_norm and the like), so writing it would be undone; remove that first"
+        weight, bias = (part.parameter(module) for part in (view.weight_part, view.bias_part))
+        if isinstance(weight, UninitializedParameter):
+            return "its weight has no shape yet; run one batch first"
+        if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | NoneType):
+            return (
+                "its weight or bias is not a parameter (torch.nn.utils.prune, perhaps); make it permanent first (prune.remove)"
+            )
+        if weight.device.type == "meta":
+            return "its weight is on the meta device; load weights first"
+        plain = _plain(module)
+        same = all(getattr(type(module), f, None) is getattr(plain, f, None) for f in ("forward", "_conv_forward"))
+        if not same or _overridden(module):
+            return f"{type(module).__name__} computes its output in its own way, not as {plain.__name__} does; use a plain one"
+    return ""
+
+
+def _overridden(module: nn.Module) -> bool:
+    """Whether somebody else stands where an attention would have to be observed."""
+    mine = module.__dict__.get("forward")
+    return isinstance(module, nn.MultiheadAttention) and not isinstance(mine, ObservedAttention | NoneType)
+
+
+def _plain(module: nn.Module) -> type:
+    """The class whose way of computing `lobs` knows."""
+    known = (*_VIEWS, nn.MultiheadAttention)
+    return next((c for c in known if isinstance(module, c)), None) or flipped_linear_class(module) or type(module)
