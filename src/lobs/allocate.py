@@ -2,22 +2,106 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from lobs.masks import removal_order
-from lobs.solvers import DeletionPath
+from lobs.errors import TargetError
+from lobs.problem import Problem
+from lobs.solvers import Exact
+
+# Exact greedy on all rows up to this many multiply-adds; past it on as many rows as fit, at least a few.
+_AFFORDABLE = 6e10
+_FEWEST_ROWS = 4
 
 
-def allocate(paths: Mapping[str, DeletionPath], count: int) -> dict[str, int]:
-    """Share `count` removals among layers so that the summed, row-weighted error grows least at every step.
+@dataclass(frozen=True)
+class RowLosses:
+    """What deletions cost in some rows of a layer, rising along each row: (groups, some rows, steps)."""
 
-    Every path's keys rise along each row, so one sort across all layers is the order in which a network-wide greedy would
-    take the next deletion; a layer's share is how many of its own fall before the cut. One sort of all weights.
+    losses: Tensor
+    rows: Tensor
+    of: int  # rows there are
+
+    def curve(self, prunable: int, importance: Tensor, fewest: int = 0, most: int | None = None, price: float = 1.0) -> Curve:
+        """The layer's curve when rows matter as `importance` (groups, rows) says."""
+        keys = self.losses * importance.to(self.losses)[:, self.rows].unsqueeze(-1)
+        return Curve(keys.flatten(), self.of / len(self.rows), prunable, fewest, most, price)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a layer's weights cost, one after another.
+
+    `keys`, in any order, are marginal errors, weighted by how much each row matters; each stands for `multiplicity` weights where
+    only some rows were run. `price` is what one weight is worth to the budget; between `fewest` and `most` may go.
     """
-    keys = torch.cat([path.keys.flatten().cpu() for path in paths.values()])
-    sizes = [path.keys.numel() for path in paths.values()]
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    taken = torch.bincount(owner[removal_order(keys)[:count]], minlength=len(sizes))
-    return dict(zip(paths, taken.tolist(), strict=True))
+
+    keys: Tensor
+    multiplicity: float
+    prunable: int
+    fewest: int = 0
+    most: int | None = None
+    price: float = 1.0
+
+
+def row_losses(problem: Problem) -> RowLosses:
+    """Run the exact greedy on a layer, or on a fair sample of its rows where all would cost too much.
+
+    Rows are independent, so some of them, evenly spread, stand for all: wide layers, where the greedy costs rows·d³/3, are run
+    on as many rows as are affordable.
+    """
+    groups, rows, d = len(problem.groups), problem.weight.shape[-2], problem.weight.shape[-1]
+    affordable = int(_AFFORDABLE / (groups * d**3 / 3))
+    count = max(min(rows, _FEWEST_ROWS), min(rows, affordable))
+    picked = torch.linspace(0, rows - 1, count).round().long()
+    part = problem if count == rows else problem.some_rows(picked.to(problem.weight.device))
+    return RowLosses(Exact().path(part).losses.cummax(dim=-1).values.cpu(), picked, rows)
+
+
+def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:
+    """Share removals worth `give` among layers so that the summed, weighted error grows least at every step.
+
+    Keys rise along each row, so one sort across all layers by error per unit of price is the order in which a network-wide
+    greedy would take the next deletion; a layer's share is how many of its own fall before the cut. Where all prices are 1 the
+    counts add up to `give` exactly; otherwise to at least that. One sort of all keys.
+    """
+    reach = sum((c.prunable if c.most is None else c.most) * c.price for c in curves.values())
+    forced = sum(c.fewest * c.price for c in curves.values())
+    if give > reach + 1e-6 or forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values()):
+        raise TargetError(
+            f"the limits per layer allow between {forced:,.0f} and {reach:,.0f} to go, but {give:,.0f} must. Loosen keep_at_least "
+            f"or keep_at_most."
+        )
+    keys = torch.cat([_limited(c) for c in curves.values()])
+    owner = torch.repeat_interleave(torch.arange(len(curves)), torch.tensor([len(c.keys) for c in curves.values()]))
+    worth = torch.tensor([c.multiplicity * c.price for c in curves.values()], dtype=torch.float64)
+    order = keys.sort(stable=True).indices
+    total = worth[owner[order]].cumsum(0)
+    taken = torch.bincount(owner[order[: int((total <= give + 1e-6).sum())]], minlength=len(curves)).tolist()
+    counts = {
+        name: max(c.fewest, min(c.prunable if c.most is None else c.most, round(n * c.multiplicity)))
+        for (name, c), n in zip(curves.items(), taken, strict=True)
+    }
+    return _settled(curves, counts, give)
+
+
+def _limited(curve: Curve) -> Tensor:
+    """A layer's keys per unit of price, the forced ones first and the forbidden ones last."""
+    keys = curve.keys.to(torch.float64).sort().values / curve.price
+    place = torch.arange(1, len(keys) + 1) * curve.multiplicity
+    keys = torch.where(place <= curve.fewest, -1.0, keys)
+    return keys if curve.most is None else torch.where(place > curve.most, torch.inf, keys)
+
+
+def _settled(curves: Mapping[str, Curve], counts: dict[str, int], give: float) -> dict[str, int]:
+    """Make up for what sampling and rounding left over, in the largest layers first."""
+    exact = all(c.price == 1 for c in curves.values())
+    for name, c in sorted(curves.items(), key=lambda item: -item[1].prunable):
+        short = give - sum(counts[n] * curves[n].price for n in curves)
+        step = math.ceil(short / c.price - 1e-9) if short > 0 else (round(short) if exact else 0)
+        counts[name] = max(c.fewest, min(c.prunable if c.most is None else c.most, counts[name] + step))
+    return counts

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lobs import chain, ledger
-from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length
+from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
 from lobs.errors import UnsupportedLayerError
-from lobs.layers import find_layers
+from lobs.layers import Handle, Layer, find_layers
 from lobs.ledger import Certificate
 from lobs.problem import Problem
 from lobs.progress import track
@@ -57,39 +58,91 @@ def certificate(
     calibration: Calibration,
     errors: dict[str, float],
     *,
-    batches: Iterable[Any] | None,
+    batches: Iterable[Any],
     held_out: Iterable[Any] | None,
     dense_gains: Mapping[str, Tensor] | None = None,
+    measured: float | None = None,
+    absorbed: bool = False,
 ) -> Certificate:
     """Put the bound for known layer errors beside what is measured.
 
-    `dense_gains` are the dense matrices, where errors were measured on the pruned network's inputs.
+    `dense_gains` are the dense matrices, where errors were measured on the pruned network's inputs. `absorbed` says that errors are
+    whole distances between the networks' outputs at each layer, so that a layer forgets what came before it.
     """
     try:
         if len(calibration.shapes) > 1:
             raise chain.NotAChainError(f"inputs came in {len(calibration.shapes)} different shapes")
-        found = ledger.compose(chain.links(pruned, calibration.example, errors, dict(dense_gains or {})))
+        links = chain.links(pruned, calibration.example, errors, dict(dense_gains or {}))
+        if absorbed:
+            links = [replace(link, gain=0.0, frobenius_gain=0.0) if link.name in errors else link for link in links]
+        found = ledger.compose(links)
     except chain.NotAChainError as error:
         found = ledger.refuse(str(error))
-    measured = None if batches is None else deviation(dense, pruned, batches, calibration.samples)
+    if measured is None:
+        measured = deviation(dense, pruned, batches, calibration.samples)
     return replace(found, measured=measured, held_out=None if held_out is None else deviation(dense, pruned, held_out))
 
 
 def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any], expected: int | None = None) -> float | None:
-    """Root mean square distance between two networks' outputs over the data.
+    """Root mean square distance between two networks' outputs over the data; see `distances`."""
+    return distances(model, other, batches, (), expected).output
 
-    None if they do not return one tensor, or if the data yields other than the expected number of samples, as an iterable
-    does that can be read only once.
+
+@dataclass(frozen=True)
+class Distances:
+    """How far two networks are apart: their outputs, root mean square by sample, and their layers' outputs.
+
+    `layers[name]` is Σ‖ẑ − z‖² and Σ‖z‖² over all samples and positions.
     """
-    total, samples = 0.0, 0
+
+    output: float | None
+    layers: dict[str, tuple[float, float]]
+
+
+def distances(
+    model: nn.Module,
+    other: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[tuple[Layer, Layer]],
+    expected: int | None = None,
+) -> Distances:
+    """Run two networks on the same data and compare.
+
+    `output` is None if they do not return a tensor, or if the data yields other than the expected number of samples, as an
+    iterable does that can be read only once.
+    """
+    total, samples, single = 0.0, 0, True
+    sums = {before.name: [0.0, 0.0] for before, _ in layers}
+    kept: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, z: Tensor) -> None:
+        kept.setdefault(name, []).append(z.detach().clone())  # a step after the layer may work in place on what it gave
+
+    def compare(name: str, z_hat: Tensor) -> None:
+        z = kept[name].pop(0).to(torch.float64)
+        sums[name][0] += float((z_hat.detach().to(torch.float64) - z).square().sum())
+        sums[name][1] += float(z.square().sum())
+
     with evaluating(model), evaluating(other), track("measure", length(batches)) as advance:
         for batch in batches:
-            a, b = call(model, batch), call(other, batch)
-            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-                return None
-            total += float((a.to(torch.float64) - b.to(torch.float64)).square().sum())
+            first = _run(model, batch, [(before, keep) for before, _ in layers])
+            second = _run(other, batch, [(after, compare) for _, after in layers])
+            if first is None or second is None:
+                single = False
+            else:
+                total += float((first.to(torch.float64) - second.to(torch.float64)).square().sum())
             samples += batch_size(batch)
             advance(1)
-    if samples == 0 or (expected is not None and samples != expected):
-        return None
-    return math.sqrt(total / samples)
+    known = single and samples > 0 and expected in (None, samples)
+    return Distances(math.sqrt(total / samples) if known else None, {n: (e, z) for n, (e, z) in sums.items()})
+
+
+def _run(model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]) -> Tensor | None:
+    handles: list[Handle] = []
+    try:
+        for layer, callback in watched:
+            handles.append(layer.on_output(partial(callback, layer.name)))  # noqa: PERF401 - those before a failure must come off
+        return main_output(call(model, batch))
+    finally:
+        for handle in handles:
+            handle.remove()

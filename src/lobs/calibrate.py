@@ -108,6 +108,16 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(batch.to(device))
 
 
+def main_output(out: Any) -> Tensor | None:
+    """The tensor that a network's answer is about: itself, `logits` or `last_hidden_state` of a mapping, the first of a tuple."""
+    if isinstance(out, Mapping):
+        named = [out[key] for key in ("logits", "last_hidden_state") if key in out]
+        out = named[0] if named else next(iter(out.values()), None)
+    if isinstance(out, tuple | list):
+        out = next((x for x in out if isinstance(x, Tensor)), None)
+    return out if isinstance(out, Tensor) and out.is_floating_point() else None
+
+
 def batch_size(batch: Any) -> int:
     """How many samples a batch holds: the first dimension of its first tensor."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]

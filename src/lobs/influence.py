@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibrate import batch_size, call, evaluating, length
+from lobs.calibrate import batch_size, call, evaluating, length, main_output
 from lobs.errors import CalibrationError
 from lobs.layers import Handle, Layer
 from lobs.progress import track
@@ -29,10 +29,11 @@ def output_influence(model: nn.Module, batches: Iterable[Any], layers: Sequence[
     with evaluating(model), torch.enable_grad(), track("influence", length(batches)) as advance:
         for batch in batches:
             with _probed(layers) as probes:
-                out = call(model, batch)
-            if not isinstance(out, Tensor):
+                answer = call(model, batch)
+            out = main_output(answer)
+            if out is None:
                 raise CalibrationError(
-                    f"a network-wide budget needs a network that returns one tensor, not {type(out).__name__}. "
+                    f"a network-wide budget needs a network that returns a floating-point tensor, not {type(answer).__name__}. "
                     f"Wrap it, or use scope='layer'."
                 )
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1

@@ -162,6 +162,13 @@ def ridge_inverse(gram: Tensor, penalty: float) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(gram + penalty * eye))
 
 
+def ridge_solve(moment: Tensor, right: Tensor, penalty: float) -> Tensor:
+    """R (M + λI)⁻¹ in float64."""
+    m = moment.to(torch.float64)
+    damped = m + penalty * torch.eye(len(m), dtype=m.dtype, device=m.device)
+    return torch.cholesky_solve(right.mT, torch.linalg.cholesky(damped)).mT
+
+
 def unexplained(gram: Tensor, support: Tensor) -> Tensor:
     """Which share of every column's energy the (other) columns of a support cannot explain; at least 1e-7."""
     lines = gram.index_select(0, support)

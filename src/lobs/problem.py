@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lobs.errors import ProblemError
+from lobs.errors import ProblemError, TargetError
 from lobs.linalg import Metric, metrics
-from lobs.targets import ErrorBudget, Sparsity, Target
+from lobs.targets import Budget, ErrorBudget, Sparsity, Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +103,13 @@ class Problem:
         """The same with damping that starts from `first` where a moment is singular."""
         psi = self.moment if self.moment.dim() == 3 else self.moment.unsqueeze(0)
         return metrics(psi, self.damping, first=first, name=self.name, samples=self.samples)
+
+    def some_rows(self, rows: Tensor) -> Problem:
+        """The same problem for some rows of every group."""
+        weight = self.weight.index_select(-2, rows)
+        part = replace(self, weight=weight, row_weight=self.importance.index_select(-1, rows), floor=0.0)
+        part.__dict__["metrics"] = self.metrics  # the moment is the same: do not factorise it again
+        return part
 
     @property
     def protected(self) -> int:
@@ -229,3 +236,5 @@ def choose_count(problem: Problem, target: Target, error_at: Callable[[int], flo
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if error_at(middle * step) <= limit else (low, middle - 1)
             return low * step
+        case Budget():
+            raise TargetError(f"{problem.name}: a Budget is for a whole network; a single layer takes Sparsity or ErrorBudget.")

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lobs.errors import CalibrationError
+from lobs.layers import Layer
+
 _NARROW = 32  # columns below which float64 products are as fast
 _SYMMETRIC_FROM = 256  # columns from which computing only the upper blocks pays
 
@@ -66,3 +69,44 @@ def _add_gram(total: Tensor, y: Tensor) -> None:
     block = d if d < _SYMMETRIC_FROM else -(-d // 4)
     for left in range(0, d, block):
         total[left : left + block, left:] += y[:, left : left + block].mT @ y[:, left:]
+
+
+class PairedMoments:
+    """Moments of one layer's inputs in two networks: Ĥ = E[ŷŷᵀ] of the pruned one, and D = E[(y − ŷ)ŷᵀ], how they differ.
+
+    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self.pruned = Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=layer.weight.device)
+        self._outer = torch.zeros_like(self.pruned._outer)
+        self._sum = torch.zeros_like(self.pruned._sum)
+
+    def add(self, layer: Layer, x: Tensor, x_hat: Tensor) -> None:
+        """Count in one call's input in the dense and in the pruned network."""
+        if x.shape != x_hat.shape:
+            raise CalibrationError(
+                f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and {tuple(x_hat.shape)} in the pruned "
+                f"network. Use inputs='dense'."
+            )
+        if torch.equal(x, x_hat):  # nothing before this layer has been pruned
+            for piece in layer.patches(x_hat):
+                self.pruned.add(piece)
+            return
+        for dense, pruned in zip(layer.patches(x), layer.patches(x_hat), strict=True):
+            self.pruned.add(pruned)
+            precise = pruned.dtype == torch.float64 or pruned.shape[-1] < _NARROW
+            kind = torch.float64 if precise else torch.float32
+            away = dense.to(kind) - pruned.to(kind)
+            self._outer += away.mT @ pruned.to(kind)
+            self._sum += away.sum(dim=1, dtype=torch.float64)
+
+    @property
+    def difference(self) -> Tensor:
+        """D as (groups, columns, columns), with the constant-1 column last where there is a bias; its own row is zero."""
+        n = max(self.pruned.count, 1)
+        outer, total = self._outer / n, self._sum / n
+        if not self.pruned.bias:
+            return outer
+        top = torch.cat([outer, total.unsqueeze(-1)], dim=-1)
+        return torch.cat([top, torch.zeros_like(top[:, :1])], dim=1)

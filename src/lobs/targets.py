@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Literal, TypeAlias, TypeVar
@@ -18,24 +18,32 @@ T = TypeVar("T")
 class Sparsity:
     """Remove this fraction of a layer's weights: one number for every layer, or a mapping of layer names or globs.
 
-    The count is exact: ⌊fraction · n + ½⌋ weights go, whatever the ties. Layers that no key matches stay dense. An
-    exact name beats a glob; among globs the first that matches wins. With `scope="network"` the fraction is of all layers
-    together, and each gives what costs the network's output least (`allocate`).
+    The count is exact: ⌊fraction · n + ½⌋ weights go, whatever the ties. With a mapping layers that no key matches stay
+    dense; an exact name beats a glob, and among globs the first that matches wins. One number is a fraction of all layers
+    together, and each gives what costs the network's output least (`allocate`); with `scope="layer"` every layer gives that
+    fraction. `keep_at_least` and `keep_at_most` limit the kept fraction of layers by name or glob in a network-wide budget.
 
     >>> Sparsity(0.93).count(1000)
     930
-    >>> for_layer(Sparsity({"fc3": 0.35, "fc*": 0.9}), "fc3")
-    Sparsity(fraction=0.35, scope='layer')
+    >>> for_layer(Sparsity({"fc3": 0.35, "fc*": 0.9}), "fc3").fraction
+    0.35
     """
 
     fraction: float | Mapping[str, float]
-    scope: Literal["layer", "network"] = "layer"
+    scope: Literal["layer", "network"] | None = None
+    keep_at_least: Mapping[str, float] = field(default_factory=dict)
+    keep_at_most: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.scope is None:
+            object.__setattr__(self, "scope", "layer" if isinstance(self.fraction, Mapping) else "network")
         if self.scope not in ("layer", "network"):
             raise TargetError(f"scope is '{self.scope}': use 'layer' or 'network'.")
         if self.scope == "network" and isinstance(self.fraction, Mapping):
             raise TargetError("a network-wide Sparsity takes one number, not a mapping of layers.")
+        if self.scope == "layer" and (self.keep_at_least or self.keep_at_most):
+            raise TargetError("keep_at_least and keep_at_most go with a network-wide budget; give each layer its own fraction.")
+        _check_limits(self.keep_at_least, self.keep_at_most)
         for where, value in _entries(self.fraction):
             if not 0.0 <= value <= 1.0:
                 raise TargetError(f"Sparsity{where} is {value:g}: the fraction removed must lie between 0 and 1 (90 % is 0.9).")
@@ -66,12 +74,47 @@ class ErrorBudget:
         return epsilon**2 * (energy if self.relative else 1.0)
 
 
-Target: TypeAlias = Sparsity | ErrorBudget
+@dataclass(frozen=True)
+class Budget:
+    """One budget for all layers together, by what is to be left; give exactly one.
+
+    Args:
+        parameters: how many weights to keep.
+        bytes: how large the network may be with kept weights in their own type behind a bit mask and all else dense.
+        flops: how many operations one input may cost in the pruned layers, two for every use of a kept weight.
+        max_drop: how far the score of `evaluate` (larger is better) may fall; the fewest weights that stay within it, found
+            by a few trials.
+        keep_at_least: smallest kept fraction of layers, by name or glob.
+        keep_at_most: largest kept fraction of layers, by name or glob.
+    """
+
+    parameters: int | None = None
+    bytes: int | None = None
+    flops: float | None = None
+    max_drop: float | None = None
+    keep_at_least: Mapping[str, float] = field(default_factory=dict)
+    keep_at_most: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = [f"{name}={value:g}" for name, value in self._wishes.items() if value is not None]
+        if len(given) != 1:
+            raise TargetError(f"Budget takes exactly one of {', '.join(self._wishes)}; it was given {', '.join(given) or 'none'}.")
+        for name, value in self._wishes.items():
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise TargetError(f"Budget {name} is {value:g}: it must be finite and not negative.")
+        _check_limits(self.keep_at_least, self.keep_at_most)
+
+    @property
+    def _wishes(self) -> dict[str, float | None]:
+        return {"parameters": self.parameters, "bytes": self.bytes, "flops": self.flops, "max_drop": self.max_drop}
+
+
+Target: TypeAlias = Sparsity | ErrorBudget | Budget
 
 
 def as_target(target: Target | float) -> Target:
     """Let a bare number stand for `Sparsity`."""
-    if isinstance(target, Sparsity | ErrorBudget):
+    if isinstance(target, Sparsity | ErrorBudget | Budget):
         return target
     if isinstance(target, Real) and not isinstance(target, bool):
         return Sparsity(float(target))
@@ -83,7 +126,7 @@ def for_layer(target: Target, name: str) -> Target | None:
     match target:
         case Sparsity(fraction=Mapping() as table):
             value = _lookup(table, name)
-            return None if value is None else Sparsity(value)
+            return None if value is None else Sparsity(value, scope="layer")
         case ErrorBudget(epsilon=Mapping() as table, relative=relative):
             value = _lookup(table, name)
             return None if value is None else ErrorBudget(value, relative)
@@ -92,13 +135,39 @@ def for_layer(target: Target, name: str) -> Target | None:
 
 def check_names(target: Target, names: Iterable[str]) -> None:
     """Refuse a mapping with a key that matches no layer: it is a typing error, not a wish."""
-    table = target.fraction if isinstance(target, Sparsity) else target.epsilon
-    if not isinstance(table, Mapping):
-        return
     known = list(names)
-    for key in table:
+    for key in _keys(target):
         if not any(key == name or fnmatchcase(name, key) for name in known):
             raise TargetError(f"target names '{key}', which matches no prunable layer. There are: {', '.join(known)}.")
+
+
+def _keys(target: Target) -> list[str]:
+    tables: list[object] = []
+    match target:
+        case Sparsity():
+            tables = [target.fraction, target.keep_at_least, target.keep_at_most]
+        case ErrorBudget():
+            tables = [target.epsilon]
+        case Budget():
+            tables = [target.keep_at_least, target.keep_at_most]
+    return [key for table in tables if isinstance(table, Mapping) for key in table]
+
+
+def removable(target: Sparsity | Budget, name: str, prunable: int) -> tuple[int, int]:
+    """The fewest and the most weights that a network-wide budget may take from one layer."""
+    least, most = _lookup(target.keep_at_least, name), _lookup(target.keep_at_most, name)
+    fewest = 0 if most is None else prunable - math.floor(most * prunable)
+    largest = prunable if least is None else prunable - math.ceil(least * prunable)
+    if fewest > largest:
+        raise TargetError(f"layer '{name}': keep_at_least {least:g} is above keep_at_most {most:g}.")
+    return fewest, largest
+
+
+def _check_limits(*tables: Mapping[str, float]) -> None:
+    for table in tables:
+        for key, value in table.items():
+            if not 0.0 <= value <= 1.0:
+                raise TargetError(f"the kept fraction {value:g} for '{key}' must lie between 0 and 1.")
 
 
 def _lookup(table: Mapping[str, T], name: str) -> T | None:

@@ -16,7 +16,7 @@ from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
 from lobs.errors import FileError
 from lobs.layers import Layer, find_layers
-from lobs.pipeline import layer_problem
+from lobs.job import layer_problem
 from lobs.statistics import Moments
 
 _TOLERANCE = 1e-3  # relative: moments are sums of float32 products, whose order a machine may choose

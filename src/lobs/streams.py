@@ -1,0 +1,255 @@
+"""Two streams of activations, the dense network's and the pruned one's, side by side from layer to layer.
+
+To prune a layer on what the pruned layers before it give, one must run the network up to that layer again and again, or
+keep what was reached. Where `torch.fx` can trace the network, its steps are run one at a time for all batches, in both networks,
+and only values that a later step still needs are kept: two forward passes in all, and memory for the activations between two
+layers (past `_IN_MEMORY` bytes they go to unnamed temporary files). Where it cannot, or where a layer runs more than once, every
+layer costs a pass of both networks, stopped as soon as the layer is reached.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from lobs.calibrate import call, evaluating
+from lobs.layers import Handle, Layer
+from lobs.progress import track
+from lobs.statistics import PairedMoments
+
+_IN_MEMORY = 4 * 2**30
+
+
+def walk(
+    dense: nn.Module,
+    pruned: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[tuple[Layer, Layer]],
+) -> Iterator[tuple[Layer, PairedMoments]]:
+    """Yield the pruned network's layers in the order they run, each with the moments of its inputs in both networks.
+
+    `layers` are pairs of the same layer in the dense and the pruned network, in the order they run. The caller writes each
+    layer before asking for the next, so later ones see what it gives.
+    """
+    with evaluating(dense), evaluating(pruned):
+        parts = _traced(dense, pruned, batches, layers) or [_Rerun(dense, pruned, batches, layers)]
+        for part in parts:
+            yield from _within(part)
+            part.advance()
+
+
+def _within(part: _Part) -> Iterator[tuple[Layer, PairedMoments]]:
+    """Go through the layers of one part, those that are given the same input at once."""
+    for together in _sharing_inputs(part):
+        moments = {before.name: PairedMoments(before) for before, _ in together}
+        with track(f"inputs of {together[0][0].name}", None) as advance:
+            for _ in part.runs(together, moments):
+                advance(1)
+        for before, after in together:
+            yield after, moments[before.name]
+
+
+def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
+    """Layers in groups that one run can serve: neighbours that are given the very same tensor."""
+    seen: dict[str, list[int]] = {}
+    with _watching([(before, lambda x, n=before.name: seen.setdefault(n, []).append(id(x))) for before, _ in part.layers]):
+        part.run_dense_once()
+    part.calls = {name: len(ids) for name, ids in seen.items()}
+    groups: list[list[tuple[Layer, Layer]]] = []
+    for pair in sorted(part.layers, key=lambda p: list(seen).index(p[0].name)):
+        same = groups and seen[groups[-1][-1][0].name] == seen[pair[0].name]
+        groups[-1].append(pair) if same else groups.append([pair])
+    return groups
+
+
+class _Enough(Exception):  # noqa: N818 - it is no error
+    """Everything wanted of this run has been seen."""
+
+
+@contextmanager
+def _watching(callbacks: Sequence[tuple[Layer, Callable[[Tensor], None]]]) -> Iterator[None]:
+    handles: list[Handle] = []
+    try:
+        for layer, callback in callbacks:
+            handles.append(layer.on_input(callback))  # noqa: PERF401 - if one fails, those before it must still come off
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[], Any]) -> dict[str, list[Tensor]]:
+    """What reaches each layer in one run, which is stopped once all have been called as often as they will be."""
+    found: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
+
+    def note(name: str) -> Callable[[Tensor], None]:
+        def callback(x: Tensor) -> None:
+            found[name].append(x.detach())
+            if all(len(found[n]) >= calls.get(n, 1) for n in found):
+                raise _Enough
+
+        return callback
+
+    with _watching([(layer, note(layer.name)) for layer in layers]):
+        try:
+            run()
+        except _Enough:
+            pass
+    return found
+
+
+class _Part:
+    """A stretch of the network that holds some of the layers, and how to run it in either network."""
+
+    def __init__(self, layers: Sequence[tuple[Layer, Layer]]) -> None:
+        self.layers = layers
+        self.calls: dict[str, int] = {}  # how often each runs in one pass, where it is not once
+
+    def both(self) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        """For every batch, how to run this part in the dense and in the pruned network."""
+        raise NotImplementedError
+
+    def advance(self) -> None:
+        """Leave this part behind, now that its layers are pruned."""
+
+    def run_dense_once(self) -> None:
+        """One batch through the dense network."""
+        for dense, _ in self.both():
+            dense()
+            return
+
+    def runs(self, together: Sequence[tuple[Layer, Layer]], moments: Mapping[str, PairedMoments]) -> Iterator[None]:
+        """Add every batch's inputs of some layers to their moments."""
+        for dense, pruned in self.both():
+            wanted = _inputs([a for a, _ in together], self.calls, dense)
+            given = _inputs([b for _, b in together], self.calls, pruned)
+            for before, after in together:
+                for x, x_hat in zip(wanted[before.name], given[after.name], strict=True):
+                    moments[before.name].add(before, x, x_hat)
+            yield
+
+
+class _Rerun(_Part):
+    """The whole network, run from its start for every layer."""
+
+    def __init__(
+        self, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], layers: Sequence[tuple[Layer, Layer]]
+    ) -> None:
+        super().__init__(layers)
+        self.models, self.batches = (dense, pruned), batches
+
+    def both(self) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        """See `_Part`."""
+        dense, pruned = self.models
+        for batch in self.batches:
+            yield (lambda batch=batch: call(dense, batch)), (lambda batch=batch: call(pruned, batch))
+
+
+class _Steps:
+    """A traced network pair with the values that every batch has reached, freed after their last use."""
+
+    def __init__(self, dense: nn.Module, pruned: nn.Module, graph: fx.Graph, batches: Iterable[Any]) -> None:
+        self.nodes = list(graph.nodes)
+        self.sides = [fx.Interpreter(fx.GraphModule(m, graph)) for m in (dense, pruned)]
+        self.device = next((p.device for p in dense.parameters()), torch.device("cpu"))
+        self.last_use = {source: i for i, node in enumerate(self.nodes) for source in node.all_input_nodes}
+        self.values = [self._start(batch) for batch in batches]
+        self.done = 0
+
+    def _start(self, batch: Any) -> list[dict[fx.Node, Any]]:
+        holders = [n for n in self.nodes if n.op == "placeholder"]
+        if isinstance(batch, tuple | list):
+            batch = batch[0]
+        given = batch if isinstance(batch, Mapping) else {holders[0].target: batch}
+        sides: list[dict[fx.Node, Any]] = []
+        for _ in self.sides:
+            # A copy for each side: a first step that works in place must not reach the other.
+            values = {n: given.get(n.target, n.args[0] if n.args else None) for n in holders}
+            sides.append({n: v.to(self.device, copy=True) if isinstance(v, Tensor) else v for n, v in values.items()})
+        return sides
+
+    def value(self, side: int, values: dict[fx.Node, Any], node: fx.Node) -> Any:
+        """Run one step on one side of one batch."""
+        self.sides[side].env = values
+        return self.sides[side].run_node(node)
+
+    def advance(self, stop: int) -> None:
+        """Run all steps before number `stop` for all batches on both sides."""
+        ahead = range(self.done, stop)
+        steps = [(i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")]
+        held = sum(_bytes(v) for batch in self.values for values in batch for v in values.values())
+        fresh = {n for _, n in steps}
+        for batch in self.values:
+            for side, values in enumerate(batch):
+                for i, node in steps:
+                    values[node] = self.value(side, values, node)
+                    for source in node.all_input_nodes:
+                        if self.last_use[source] <= i:
+                            values.pop(source, None)
+                if held > _IN_MEMORY:
+                    values.update({n: _spilled(values[n]) for n in fresh & values.keys()})
+        self.done = max(self.done, stop)
+
+
+class _Step(_Part):
+    """One traced step that holds layers."""
+
+    def __init__(self, steps: _Steps, number: int, layers: Sequence[tuple[Layer, Layer]]) -> None:
+        super().__init__(layers)
+        self.steps, self.number = steps, number
+
+    def both(self) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
+        """See `_Part`."""
+        self.steps.advance(self.number)
+        node = self.steps.nodes[self.number]
+        for dense, pruned in self.steps.values:
+            yield (
+                lambda values=dense: self.steps.value(0, values, node),
+                lambda values=pruned: self.steps.value(1, values, node),
+            )
+
+
+def _traced(
+    dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], layers: Sequence[tuple[Layer, Layer]]
+) -> list[_Part] | None:
+    """The network as traced steps that hold layers; None where it cannot be traced or a layer runs more than once."""
+    if any(before.tied or before.root for before, _ in layers):
+        return None
+    try:
+        graph = fx.symbolic_trace(dense).graph
+    except Exception:  # noqa: BLE001 - tracing runs the user's code, which may raise anything
+        return None
+    holding: dict[int, list[tuple[Layer, Layer]]] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.op == "call_module":
+            inside = set(map(id, dense.get_submodule(str(node.target)).modules()))
+            found = [pair for pair in layers if id(pair[0].module) in inside]
+            if found:
+                holding[number] = found
+    names = [before.name for found in holding.values() for before, _ in found]
+    if sorted(names) != sorted(before.name for before, _ in layers):
+        return None
+    steps = _Steps(dense, pruned, graph, batches)
+    return [_Step(steps, number, found) for number, found in holding.items()]
+
+
+def _spilled(value: Any) -> Any:
+    """The same tensor in an unnamed temporary file, which goes when the tensor goes; small ones stay."""
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.numel() * value.element_size() < 2**16:
+        return value
+    with tempfile.TemporaryFile() as file:
+        file.truncate(value.numel() * value.element_size())
+        shape = tuple(value.shape)
+        room = np.memmap(file, dtype=value.numpy().dtype, mode="r+", shape=shape)
+        room[...] = value.numpy()
+    return torch.from_numpy(room)
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
