@@ -92,11 +92,11 @@ def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any], expect
 class Distances:
     """How far two networks are apart: their outputs, root mean square by sample, and their layers' outputs.
 
-    `layers[name]` is Σ‖ẑ − z‖² and Σ‖z‖² over all samples and positions.
+    `layers[name]` is Σ‖ẑ − z‖², Σ‖z‖² and the number of output vectors z over all samples and positions.
     """
 
     output: float | None
-    layers: dict[str, tuple[float, float]]
+    layers: dict[str, tuple[float, float, int]]
 
 
 def distances(
@@ -113,6 +113,7 @@ def distances(
     """
     total, samples, single = 0.0, 0, True
     sums = {before.name: [0.0, 0.0] for before, _ in layers}
+    elements = dict.fromkeys(sums, 0)
     kept: dict[str, list[Tensor]] = {}
 
     def keep(name: str, z: Tensor) -> None:
@@ -122,6 +123,7 @@ def distances(
         z = kept[name].pop(0).to(torch.float64)
         sums[name][0] += float((z_hat.detach().to(torch.float64) - z).square().sum())
         sums[name][1] += float(z.square().sum())
+        elements[name] += z.numel()
 
     with evaluating(model), evaluating(other), track("measure", length(batches)) as advance:
         for batch in batches:
@@ -134,7 +136,9 @@ def distances(
             samples += batch_size(batch)
             advance(1)
     known = single and samples > 0 and expected in (None, samples)
-    return Distances(math.sqrt(total / samples) if known else None, {n: (e, z) for n, (e, z) in sums.items()})
+    units = {before.name: before.groups * before.rows for before, _ in layers}
+    by_layer = {name: (error, energy, elements[name] // max(1, units[name])) for name, (error, energy) in sums.items()}
+    return Distances(math.sqrt(total / samples) if known else None, by_layer)
 
 
 def _run(model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]) -> Tensor | None:

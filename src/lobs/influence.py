@@ -36,13 +36,15 @@ def output_influence(model: nn.Module, batches: Iterable[Any], layers: Sequence[
                     f"a network-wide budget needs a network that returns a floating-point tensor, not {type(answer).__name__}. "
                     f"Wrap it, or use scope='layer'."
                 )
+            samples += batch_size(batch)
+            advance(1)
+            if not out.requires_grad:  # no layer has a say in it
+                continue
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
             gradients = torch.autograd.grad(out, [z for _, z in probes], signs, allow_unused=True)
             for (layer, _), gradient in zip(probes, gradients, strict=True):
                 if gradient is not None:
                     total[layer.name] += layer.by_unit(gradient.to(torch.float64).square()).cpu()
-            samples += batch_size(batch)
-            advance(1)
     return {name: value / max(samples, 1) for name, value in total.items()}
 
 

@@ -182,8 +182,13 @@ class Job:
             return outcome
         mine = {layer.name: layer for layer in self.layers}
         pairs = [(mine[name], twins[name]) for name in self.calibration]
+        # A layer that the target leaves alone stays as it is, to the bit.
+        pairs = [pair for pair in pairs if plan[pair[0].name] is not None]
         for layer, moments in streams.walk(self.model, pruned, self.batches, pairs):
             outcome.solve(layer, self._sequential(layer, moments), plan[layer.name])
+        for name in self.calibration:
+            if plan[name] is None:
+                outcome.solve(twins[name], self.problem(twins[name], self.calibration[name]), None)
         return outcome
 
     def _sequential(self, layer: Layer, moments: PairedMoments) -> Problem:
@@ -246,10 +251,9 @@ class Outcome:
         pairs = [(layer, twins[layer.name]) for layer in job.layers]
         apart = bounds.distances(job.model, self.model, job.batches, pairs, job.calibration.samples)
         errors = {}
-        for name, (error, energy) in apart.layers.items():
-            count = job.calibration[name].count
+        for name, (error, energy, count) in apart.layers.items():
             relative = math.sqrt(error / energy) if energy else (math.inf if error else 0.0)
-            self.results[name] = replace(self.results[name], error=error / count, relative_error=relative)
+            self.results[name] = replace(self.results[name], error=error / max(1, count), relative_error=relative)
             # Outputs are right to float32's last digit; the bound must hold all the same.
             errors[name] = math.sqrt(error / job.calibration.samples) + 1e-6 * math.sqrt(energy / job.calibration.samples)
         return bounds.certificate(

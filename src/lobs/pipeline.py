@@ -16,7 +16,7 @@ from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
 from lobs.solvers import as_solver
-from lobs.targets import Budget, Sparsity, Target, as_target, check_names
+from lobs.targets import Budget, ErrorBudget, Sparsity, Target, as_target, check_names
 
 
 def prune(
@@ -25,7 +25,7 @@ def prune(
     target: Target | float,
     *,
     solver: str | Solver = "auto",
-    inputs: Inputs = "asymmetric",
+    inputs: Inputs | None = None,
     layers: str | Iterable[str] | None = None,
     skip: str | Iterable[str] = (),
     inplace: bool = False,
@@ -48,7 +48,7 @@ def prune(
         inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned layers before it give and must
             reproduce what the dense network gives there, so that it mends what they spoiled. "pruned": the same inputs, but only
             the layer's own dense weights to reproduce. "dense": every layer sees what the dense network feeds it; one pass over
-            the data.
+            the data. By default "asymmetric", but "dense" for an `ErrorBudget`, which speaks of each layer by itself.
         layers: names or globs of the layers to prune; all of the kinds that `lobs` knows by default.
         skip: names or globs of layers to leave alone.
         inplace: write into `model` itself instead of a copy.
@@ -66,6 +66,10 @@ def prune(
     """
     began = time.perf_counter()
     wanted = as_target(target)
+    if inputs is None:
+        inputs = "dense" if isinstance(wanted, ErrorBudget) else "asymmetric"
+    if inputs == "asymmetric" and isinstance(wanted, ErrorBudget):
+        raise LobsError("ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' with it.")
     if inputs not in get_args(Inputs):
         raise LobsError(f"inputs is '{inputs}': use {', '.join(map(repr, get_args(Inputs)))}.")
     if isinstance(wanted, Budget) and wanted.max_drop is not None and evaluate is None:

@@ -33,7 +33,6 @@ class Problem:
         damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
         row_weight: how much each row's error matters when rows compete for what may stay, (rows,) or (groups, rows); it decides
             which weights go, while errors are still counted plainly.
-        floor: error that is there whatever V: the part of a wanted output that these inputs cannot give.
         name: what messages call the layer.
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0]])
@@ -48,7 +47,6 @@ class Problem:
     samples: int | None = None
     damping: float | None = None
     row_weight: Tensor | None = None
-    floor: float = 0.0
     name: str = "layer"
 
     def __post_init__(self) -> None:
@@ -107,7 +105,7 @@ class Problem:
     def some_rows(self, rows: Tensor) -> Problem:
         """The same problem for some rows of every group."""
         weight = self.weight.index_select(-2, rows)
-        part = replace(self, weight=weight, row_weight=self.importance.index_select(-1, rows), floor=0.0)
+        part = replace(self, weight=weight, row_weight=self.importance.index_select(-1, rows))
         part.__dict__["metrics"] = self.metrics  # the moment is the same: do not factorise it again
         return part
 
@@ -131,12 +129,12 @@ class Problem:
 
     @property
     def energy(self) -> float:
-        """Mean squared wanted output, tr(W Ψ Wᵀ) and the floor."""
-        return self._quadratic(self.weight.to(torch.float64)) + self.floor
+        """Mean squared output of the dense layer, tr(W Ψ Wᵀ)."""
+        return self._quadratic(self.weight.to(torch.float64))
 
     def error_of(self, weight: Tensor) -> float:
         """E of any replacement weight, in float64."""
-        return self._quadratic(weight.to(torch.float64) - self.weight.to(torch.float64)) + self.floor
+        return self._quadratic(weight.to(torch.float64) - self.weight.to(torch.float64))
 
     def largest_error_of(self, weight: Tensor) -> float:
         """E plus what rounding may have hidden, because Ψ is a sum of float32 products: for bounds, which must hold.

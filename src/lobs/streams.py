@@ -62,7 +62,8 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
         part.run_dense_once()
     part.calls = {name: len(ids) for name, ids in seen.items()}
     groups: list[list[tuple[Layer, Layer]]] = []
-    for pair in sorted(part.layers, key=lambda p: list(seen).index(p[0].name)):
+    order = list(seen)
+    for pair in sorted((p for p in part.layers if p[0].name in seen), key=lambda p: order.index(p[0].name)):
         same = groups and seen[groups[-1][-1][0].name] == seen[pair[0].name]
         groups[-1].append(pair) if same else groups.append([pair])
     return groups

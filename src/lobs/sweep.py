@@ -53,7 +53,7 @@ def sweep(
         model: a trained network; untouched.
         batches: calibration data, run once.
         evaluate: a number for a network, e.g. its test error; called once a value.
-        values: fractions removed (by ratio), or relative errors ε of every layer (by epsilon).
+        values: fractions removed from every layer (by ratio), or relative errors ε of every layer (by epsilon).
         by: what the values mean.
         solver: as for `prune`.
         layers: layers to prune; all by default.
@@ -62,7 +62,7 @@ def sweep(
     """
     if by not in ("ratio", "epsilon"):
         raise TargetError(f"cannot sweep by '{by}': use 'ratio' or 'epsilon'.")
-    targets = [Sparsity(v) if by == "ratio" else ErrorBudget(v, relative=True) for v in values]
+    targets = [Sparsity(v, scope="layer") if by == "ratio" else ErrorBudget(v, relative=True) for v in values]
     chosen = as_solver(solver)
     work = copy.deepcopy(model)
     found = find_layers(work, layers, skip)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lobs.bounds import distances
 from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
 from lobs.errors import FileError
@@ -57,28 +58,35 @@ def verify_masks(saved: Checkpoint, model: nn.Module | None = None) -> list[Find
 def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> list[Finding]:
     """Recompute every layer's error from data and compare it with the record.
 
-    Errors were measured on the inputs that the dense or the pruned network gives its layers; the latter are those of the
-    finished network too, because a layer's inputs depend only on layers before it. Not so where a weight is used more than
+    With asymmetric inputs an error is the distance between a layer's outputs in the two networks. Otherwise errors were measured on
+    the inputs that the dense or the pruned network gives its layers; the latter are those of the finished network too, because a layer's inputs depend only on layers before it. Not so where a weight is used more than
     once, and then layers are pruned again one by one, as they were the first time, with the weights of the record.
     """
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
-    on_pruned = isinstance(settings, dict) and settings.get("inputs") == "pruned"
+    inputs = settings.get("inputs") if isinstance(settings, dict) else None
+    before = {layer.name: layer for layer in find_layers(dense, recorded)}
+    after = {layer.name: layer for layer in find_layers(pruned, recorded)}
+    if inputs == "asymmetric":
+        apart = distances(dense, pruned, batches, [(before[name], after[name]) for name in recorded])
+        return [_compare(name, recorded[name], e / max(1, n), z / max(1, n)) for name, (e, z, n) in apart.layers.items()]
+    on_pruned = inputs == "pruned"
     watched = pruned if on_pruned else dense
     layers = find_layers(watched, recorded)
     with _counting(watched, layers) as calls:
         calibration: Mapping[str, Moments] = collect(watched, batches, layers)
     if on_pruned and any(calls[name] > calls[""] for name in recorded):
         calibration = _again(dense, pruned, batches, [*calibration])
-    before = {layer.name: layer for layer in find_layers(dense, recorded)}
-    after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     findings = []
     for name, promised in recorded.items():
         problem = layer_problem(before[name], before[name].matrix(), calibration[name])
-        error = problem.error_of(after[name].matrix())
-        close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * problem.energy
-        findings.append(Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}"))
+        findings.append(_compare(name, promised, problem.error_of(after[name].matrix()), problem.energy))
     return findings
+
+
+def _compare(name: str, promised: float, error: float, energy: float) -> Finding:
+    close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * energy
+    return Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class DeletionPath:
     @cached_property
     def curve(self) -> Tensor:
         """Error with k weights removed, for k = 0 … all."""
-        return torch.cat([self.losses.new_zeros(1), self.losses.flatten()[self._ranking].cumsum(0)]) + self.problem.floor
+        return torch.cat([self.losses.new_zeros(1), self.losses.flatten()[self._ranking].cumsum(0)])
 
     @property
     def damping(self) -> float:

@@ -58,7 +58,7 @@ class _Rows:
         self.kept, self.late, self.backend, self.name = kept, late, backend, problem.name
         self.importance = problem.importance[group]
         self.free = weight.shape[1] - problem.protected  # columns that may come and go
-        side = int(kept[:, : self.free].sum(dim=1, dtype=torch.float64).mean()) // 3
+        side = int(kept[:, : self.free].sum()) // max(1, 3 * len(kept))
         self.pool = min(2 * max(_LEAST_POOL, min(_POOL, side)), self.free)
         self.active = torch.ones(len(kept), dtype=torch.bool, device=kept.device)
         self.independent = self._independence()
