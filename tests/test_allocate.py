@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.func import jacrev
 
 import lobs
-from lobs import Exact, LobsError, Problem, Sparsity
-from lobs.allocate import allocate
+from lobs import Budget, Exact, LobsError, Problem, Sparsity
+from lobs.allocate import allocate, row_losses
 from lobs.influence import output_influence
 from lobs.layers import find_layers
 from tests.conftest import make_moment
@@ -60,24 +62,59 @@ def test_influence_leaves_the_model_as_it_was_even_with_frozen_weights():
     assert all(p.grad is None and not p.requires_grad for p in model.parameters())
 
 
-def paths():
+def problems():
     weights = {name: torch.randn(rows, d, dtype=torch.float64) for name, rows, d in (("a", 3, 6), ("b", 4, 5))}
-    return {n: Exact().path(Problem(w, make_moment(w.shape[1]))).weighted(torch.rand(1, len(w))) for n, w in weights.items()}
+    return {n: Problem(w, make_moment(w.shape[1]), row_weight=torch.rand(len(w))) for n, w in weights.items()}
+
+
+def curves(**limits):
+    return {n: row_losses(p).curve(p.prunable, p.importance, *limits.get(n, (0, None))) for n, p in problems().items()}
 
 
 def test_allocation_is_the_greedy_one_across_layers():
-    runs = paths()
+    runs = curves()
     for count in range(39):
         shares = allocate(runs, count)
         assert sum(shares.values()) == count
         # Nobody who stays is cheaper than somebody who goes.
-        gone = [float(p.keys.flatten().sort().values[shares[n] - 1]) for n, p in runs.items() if shares[n]]
-        stay = [float(p.keys.flatten().sort().values[shares[n]]) for n, p in runs.items() if shares[n] < p.keys.numel()]
+        gone = [float(c.keys.sort().values[shares[n] - 1]) for n, c in runs.items() if shares[n]]
+        stay = [float(c.keys.sort().values[shares[n]]) for n, c in runs.items() if shares[n] < c.prunable]
         assert not gone or not stay or max(gone) <= min(stay)
 
 
+def test_limits_of_a_layer_hold_and_the_others_make_up_for_it():
+    for count in range(8, 31):
+        shares = allocate(curves(a=(2, 10), b=(6, None)), count)
+        assert sum(shares.values()) == count and 2 <= shares["a"] <= 10 and shares["b"] >= 6
+    with pytest.raises(LobsError, match="between 8 and 30 to go, but 31 must"):
+        allocate(curves(a=(2, 10), b=(6, None)), 31)
+
+
+def test_a_higher_price_buys_fewer_deletions_and_meets_the_budget():
+    plain = curves()
+    dear = {**plain, "b": replace(plain["b"], price=8.0)}
+    for give in (5.0, 20.0, 70.0):
+        shares = allocate(dear, give)
+        assert shares["a"] + 8 * shares["b"] >= give
+    assert sum(allocate(dear, 70.0).values()) < sum(allocate(plain, 38).values())
+
+
+def test_some_rows_stand_for_all(monkeypatch):
+    w = torch.randn(400, 12, dtype=torch.float64)
+    problem = Problem(w, make_moment(12))
+    whole = row_losses(problem).curve(problem.prunable, problem.importance)
+    monkeypatch.setattr("lobs.allocate._AFFORDABLE", 200 * 12**3 / 3)
+    part = row_losses(problem).curve(problem.prunable, problem.importance)
+    assert part.multiplicity == 2 and 2 * len(part.keys) == len(whole.keys)
+    other = {"other": row_losses(Problem(w[:100], make_moment(12))).curve(1200, torch.ones(1, 100))}
+    exact, sampled = allocate({"x": whole, **other}, 2500), allocate({"x": part, **other}, 2500)
+    assert sum(sampled.values()) == 2500
+    assert sampled["x"] == pytest.approx(exact["x"], rel=0.05)
+
+
 def test_a_weighted_path_still_knows_its_error():
-    for path in paths().values():
+    for problem in problems().values():
+        path = Exact().path(problem)
         for count in (0, 3, 9, path.keys.numel()):
             solution = path.cut(count)
             assert solution.removed == count
@@ -94,14 +131,56 @@ def test_network_scope_removes_exactly_the_fraction_of_everything():
         assert result.certificate.measured <= result.certificate.bound
 
 
-def test_network_scope_says_what_it_needs():
-    batch = torch.randn(8, 2, 5, 5).double()
-    target = Sparsity(0.5, scope="network")
-    for settings in ({"solver": "lobs"}, {"batches": iter([batch])}):
-        arguments = {"batches": [batch], "target": target, "progress": False} | settings
-        with pytest.raises(LobsError, match="use solver='exact' and a list"):
-            lobs.prune(network(), **arguments)
+def test_a_generator_is_read_once_and_kept():
+    result = lobs.prune(network(), iter([torch.randn(60, 2, 5, 5).double()]), 0.5, progress=False)
+    assert result.certificate.measured is not None
+
+
+def test_scopes_that_make_no_sense_are_refused():
     with pytest.raises(LobsError, match="one number, not a mapping"):
         Sparsity({"a": 0.5}, scope="network")
     with pytest.raises(LobsError, match="use 'layer' or 'network'"):
         Sparsity(0.5, scope="planet")
+    with pytest.raises(LobsError, match="exactly one of parameters, bytes, flops, max_drop"):
+        Budget(parameters=3, flops=4)
+    with pytest.raises(LobsError, match="needs evaluate"):
+        lobs.prune(network(), [torch.randn(8, 2, 5, 5).double()], Budget(max_drop=1.0), progress=False)
+
+
+def data():
+    return [torch.randn(60, 2, 5, 5, generator=torch.Generator().manual_seed(s)).double() for s in range(3)]
+
+
+def test_budgets_are_met():
+    model = network()
+    total = sum(layer.weight.numel() for layer in find_layers(model))
+    kept = lobs.prune(model, data(), Budget(parameters=100), progress=False)
+    assert kept.kept == 100
+    # The convolution's weights are used at nine places, the others once; two operations each.
+    flops = lobs.prune(model, data(), Budget(flops=500), progress=False)
+    used = sum(2 * row.kept * (9 if row.name == "0" else 1) for row in flops.layers)
+    assert 400 < used <= 500
+    state = model.state_dict().values()
+    rest = sum(t.numel() * 8 for t in state) - total * 8 + -(-36 * 2 // 16) * 1
+    size = lobs.prune(model, data(), Budget(bytes=2000), progress=False)
+    assert size.kept * 8 + rest <= 2000
+    limited = lobs.prune(model, data(), Sparsity(0.7, keep_at_least={"5": 0.9}, keep_at_most={"3": 0.2}), progress=False)
+    shares = {row.name: row.kept_fraction for row in limited.layers}
+    assert shares["5"] >= 0.9 and shares["3"] <= 0.2
+    assert limited.kept == limited.total - Sparsity(0.7).count(limited.total)
+
+
+def test_max_drop_keeps_the_score_and_reports_every_look():
+    torch.manual_seed(0)
+    model = network()
+    x = torch.cat(data())
+    labels = model(x).argmax(1)
+
+    def score(net):
+        return 100 * float((net(x).argmax(1) == labels).double().mean())
+
+    result = lobs.prune(model, data(), Budget(max_drop=10.0), evaluate=score, progress=False)
+    assert score(result.model) >= 90.0
+    assert result.kept < result.total
+    trials = result.settings["trials"]
+    assert len(trials) >= 3 and min(t["kept"] for t in trials if t["drop"] <= 10.0) == result.kept

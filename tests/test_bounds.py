@@ -230,14 +230,16 @@ def test_an_iterable_that_can_be_read_once_is_not_measured_as_zero():
         def __iter__(self):
             return self.items
 
-    certificate = lobs.prune(Moody(), Once(), 0.5, progress=False).certificate
+    certificate = lobs.prune(Moody(), Once(), lobs.ErrorBudget(0.5), progress=False).certificate
     assert certificate.measured is None
+    with pytest.raises(lobs.LobsError, match="read only once"):
+        lobs.prune(Moody(), Once(), lobs.Sparsity(0.5, scope="layer"), progress=False)
 
 
 def test_certify_compares_any_two_networks_and_measures_held_out_inputs():
     dense = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     x, new = torch.randn(200, 6), torch.randn(100, 6)
-    result = lobs.prune(dense, [x], 0.5, held_out=[new], progress=False)
+    result = lobs.prune(dense, [x], 0.5, inputs="dense", held_out=[new], progress=False)
     again = lobs.certify(dense, result.model, [x], held_out=[new])
     assert again.bound == pytest.approx(result.certificate.bound, rel=1e-6)
     assert again.measured == pytest.approx(result.certificate.measured)

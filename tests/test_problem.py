@@ -25,7 +25,7 @@ def test_a_problem_that_cannot_be_is_refused(weight, moment, message):
 
 
 def test_unknown_solver_names_the_choices():
-    with pytest.raises(LobsError, match=r"unknown solver 'best'. There are: exact"):
+    with pytest.raises(LobsError, match=r"unknown solver 'best'. There are: auto, exact"):
         solve(Problem(torch.ones(1, 2), torch.eye(2)), "best", 0.5)
     with pytest.raises(LobsError, match="not a solver"):
         solve(Problem(torch.ones(1, 2), torch.eye(2)), 3, 0.5)

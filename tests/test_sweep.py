@@ -38,7 +38,8 @@ def test_each_point_is_what_prune_gives(solver):
 
     found = sweep(model, x, evaluate, [0.3, 0.8], solver=solver, progress=False)
     for point in found:
-        expected = lobs.prune(model, x, point.asked, solver=solver, progress=False)
+        target = lobs.Sparsity(point.asked, scope="layer")
+        expected = lobs.prune(model, x, target, solver=solver, inputs="dense", progress=False)
         assert point.score == pytest.approx(evaluate(expected.model))
         assert point.kept_fraction == pytest.approx(expected.kept / expected.total)
 

@@ -25,8 +25,8 @@ def test_impossible_epsilons_are_refused(epsilon):
 
 def test_exact_name_beats_glob_and_first_glob_wins():
     target = Sparsity({"fc*": 0.5, "f*": 0.1, "fc3": 0.9})
-    assert for_layer(target, "fc3") == Sparsity(0.9)
-    assert for_layer(target, "fc1") == Sparsity(0.5)
+    assert for_layer(target, "fc3") == Sparsity(0.9, scope="layer")
+    assert for_layer(target, "fc1") == Sparsity(0.5, scope="layer")
     assert for_layer(target, "conv") is None
 
 

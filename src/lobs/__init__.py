@@ -25,6 +25,7 @@ _HOMES = {
     # say what you want
     "Sparsity": "lobs.targets",
     "ErrorBudget": "lobs.targets",
+    "Budget": "lobs.targets",
     # one layer, bare tensors
     "Problem": "lobs.problem",
     "Solution": "lobs.problem",
@@ -35,6 +36,8 @@ _HOMES = {
     "Exact": "lobs.solvers",
     "Scored": "lobs.solvers",
     "Refine": "lobs.solvers",
+    "ADMM": "lobs.solvers",
+    "Auto": "lobs.solvers",
     # what reaches each layer
     "collect": "lobs.calibrate",
     "Calibration": "lobs.calibrate",
@@ -64,8 +67,11 @@ _ROOMS = (
 )
 
 __all__ = [
+    "ADMM",
     "LOBS",
     "SOLVERS",
+    "Auto",
+    "Budget",
     "Calibration",
     "Certificate",
     "ErrorBudget",
@@ -98,8 +104,8 @@ if TYPE_CHECKING:
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
-    from lobs.solvers import LOBS, SOLVERS, Exact, Refine, Scored, solve
-    from lobs.targets import ErrorBudget, Sparsity
+    from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Exact, Refine, Scored, solve
+    from lobs.targets import Budget, ErrorBudget, Sparsity
 
 
 def __getattr__(name: str) -> Any:

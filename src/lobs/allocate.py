@@ -71,7 +71,7 @@ def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:
     """
     reach = sum((c.prunable if c.most is None else c.most) * c.price for c in curves.values())
     forced = sum(c.fewest * c.price for c in curves.values())
-    if give > reach + 1e-6 or forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values()):
+    if give > reach + 1e-6 or (forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values())):
         raise TargetError(
             f"the limits per layer allow between {forced:,.0f} and {reach:,.0f} to go, but {give:,.0f} must. Loosen keep_at_least "
             f"or keep_at_most."

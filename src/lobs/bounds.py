@@ -145,7 +145,7 @@ def _run(model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[
     handles: list[Handle] = []
     try:
         for layer, callback in watched:
-            handles.append(layer.on_output(partial(callback, layer.name)))  # noqa: PERF401 - those before a failure must come off
+            handles.append(layer.on_output(partial(callback, layer.name)))
         return main_output(call(model, batch))
     finally:
         for handle in handles:

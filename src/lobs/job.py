@@ -17,8 +17,8 @@ from lobs.allocate import RowLosses, allocate, row_losses
 from lobs.calibrate import Calibration, collect
 from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
-from lobs.masks import joined
 from lobs.ledger import Certificate
+from lobs.masks import joined
 from lobs.problem import Problem, Solution, Solver
 from lobs.progress import track
 from lobs.result import Histogram, LayerResult

@@ -73,7 +73,9 @@ def prune(
     if inputs not in get_args(Inputs):
         raise LobsError(f"inputs is '{inputs}': use {', '.join(map(repr, get_args(Inputs)))}.")
     if isinstance(wanted, Budget) and wanted.max_drop is not None and evaluate is None:
-        raise LobsError("Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better.")
+        raise LobsError(
+            "Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better."
+        )
     data = list(batches) if isinstance(batches, Iterator) else batches
     found = find_layers(model, layers, skip)
     check_names(wanted, [layer.name for layer in found])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from lobs.calibrate import call, evaluating
+from lobs.errors import CalibrationError
 from lobs.layers import Handle, Layer
 from lobs.progress import track
 from lobs.statistics import PairedMoments
 
 _IN_MEMORY = 4 * 2**30
+_WORTH_A_FILE = 2**16
 
 
 def walk(
@@ -57,16 +60,24 @@ def _within(part: _Part) -> Iterator[tuple[Layer, PairedMoments]]:
 
 def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
     """Layers in groups that one run can serve: neighbours that are given the very same tensor."""
-    seen: dict[str, list[int]] = {}
-    with _watching([(before, lambda x, n=before.name: seen.setdefault(n, []).append(id(x))) for before, _ in part.layers]):
+    seen: dict[str, list[Tensor]] = {}
+
+    def note(name: str, x: Tensor) -> None:
+        seen.setdefault(name, []).append(x)  # the tensors themselves: numbers of those that are gone would come again
+
+    with _watching([(before, partial(note, before.name)) for before, _ in part.layers]):
         part.run_dense_once()
-    part.calls = {name: len(ids) for name, ids in seen.items()}
-    groups: list[list[tuple[Layer, Layer]]] = []
-    order = list(seen)
-    for pair in sorted((p for p in part.layers if p[0].name in seen), key=lambda p: order.index(p[0].name)):
-        same = groups and seen[groups[-1][-1][0].name] == seen[pair[0].name]
-        groups[-1].append(pair) if same else groups.append([pair])
-    return groups
+    part.calls = {name: len(inputs) for name, inputs in seen.items()}
+    pairs = {before.name: (before, after) for before, after in part.layers}
+    groups: list[list[str]] = []
+    for name in seen:
+        same = groups and _identical(seen[groups[-1][-1]], seen[name])
+        groups[-1].append(name) if same else groups.append([name])
+    return [[pairs[name] for name in group] for group in groups]
+
+
+def _identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 class _Enough(Exception):  # noqa: N818 - it is no error
@@ -78,7 +89,7 @@ def _watching(callbacks: Sequence[tuple[Layer, Callable[[Tensor], None]]]) -> It
     handles: list[Handle] = []
     try:
         for layer, callback in callbacks:
-            handles.append(layer.on_input(callback))  # noqa: PERF401 - if one fails, those before it must still come off
+            handles.append(layer.on_input(callback))
         yield
     finally:
         for handle in handles:
@@ -124,6 +135,7 @@ class _Part:
         for dense, _ in self.both():
             dense()
             return
+        raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
 
     def runs(self, together: Sequence[tuple[Layer, Layer]], moments: Mapping[str, PairedMoments]) -> Iterator[None]:
         """Add every batch's inputs of some layers to their moments."""
@@ -224,7 +236,7 @@ def _traced(
         return None
     try:
         graph = fx.symbolic_trace(dense).graph
-    except Exception:  # noqa: BLE001 - tracing runs the user's code, which may raise anything
+    except Exception:
         return None
     holding: dict[int, list[tuple[Layer, Layer]]] = {}
     for number, node in enumerate(graph.nodes):
@@ -242,10 +254,10 @@ def _traced(
 
 def _spilled(value: Any) -> Any:
     """The same tensor in an unnamed temporary file, which goes when the tensor goes; small ones stay."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or value.numel() * value.element_size() < 2**16:
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or _bytes(value) < _WORTH_A_FILE:
         return value
     with tempfile.TemporaryFile() as file:
-        file.truncate(value.numel() * value.element_size())
+        file.truncate(_bytes(value))
         shape = tuple(value.shape)
         room = np.memmap(file, dtype=value.numpy().dtype, mode="r+", shape=shape)
         room[...] = value.numpy()

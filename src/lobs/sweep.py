@@ -15,8 +15,8 @@ from torch import nn
 
 from lobs.calibrate import collect
 from lobs.errors import TargetError
-from lobs.layers import find_layers
 from lobs.job import layer_problem
+from lobs.layers import find_layers
 from lobs.problem import Problem, Solution, Solver
 from lobs.progress import shown, track
 from lobs.solvers import Exact, as_solver, solve

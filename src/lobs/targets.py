@@ -98,7 +98,9 @@ class Budget:
     def __post_init__(self) -> None:
         given = [f"{name}={value:g}" for name, value in self._wishes.items() if value is not None]
         if len(given) != 1:
-            raise TargetError(f"Budget takes exactly one of {', '.join(self._wishes)}; it was given {', '.join(given) or 'none'}.")
+            raise TargetError(
+                f"Budget takes exactly one of {', '.join(self._wishes)}; it was given {', '.join(given) or 'none'}."
+            )
         for name, value in self._wishes.items():
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise TargetError(f"Budget {name} is {value:g}: it must be finite and not negative.")

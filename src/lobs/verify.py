@@ -16,8 +16,8 @@ from lobs.bounds import distances
 from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
 from lobs.errors import FileError
-from lobs.layers import Layer, find_layers
 from lobs.job import layer_problem
+from lobs.layers import Layer, find_layers
 from lobs.statistics import Moments
 
 _TOLERANCE = 1e-3  # relative: moments are sums of float32 products, whose order a machine may choose

@@ -238,7 +238,7 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "mycode:nothing", "--keep", "7%"], "has no 'nothing'"),
         (["prune", "mycode:wrong", "--keep", "7%"], "must return (model, batches)"),
         (["prune", "mycode:network", "--keep", "7%", "--solver", "best"], "unknown solver 'best'"),
-        (["prune", "mycode:network", "--keep", "7%", "--inputs", "odd"], "use 'dense' or 'pruned'"),
+        (["prune", "mycode:network", "--keep", "7%", "--inputs", "odd"], "use 'dense', 'pruned', 'asymmetric'"),
         (["prune", "mycode:network", "--keep", "7%", "--scope", "odd"], "use 'layer' or 'network'"),
         (["prune", "mycode:network", "--epsilon", "1", "--scope", "network"], "--scope goes with --keep"),
         (["prune", "mycode:network", "--keep", "fc9=7%"], "matches no prunable layer"),

@@ -40,7 +40,15 @@ def run(solver, model=None, **more):
     torch.manual_seed(1)
     network = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
     batches = [torch.randn(40, 6)]
-    result = lobs.prune(network, batches, 0.5, solver=SOLVERS[solver], diagnostics=True, progress=False)
+    result = lobs.prune(
+        network,
+        batches,
+        lobs.Sparsity(0.5, scope="layer"),
+        inputs="dense",
+        solver=SOLVERS[solver],
+        diagnostics=True,
+        progress=False,
+    )
     return Run(solver, dataclasses.replace(result, **more), 1.66, 1.85)
 
 

@@ -48,7 +48,9 @@ class Refine:
         mask, near = swap(problem, found.mask, rounds=self.rounds, seconds=self.seconds)
         better = on_support(problem, mask, near)
         # Rows trade by importance, so the plain error may rise while the weighted one falls.
-        return better if _weighted(problem, better.weight) <= _weighted(problem, found.weight) else _same_support(problem, found)
+        return (
+            better if _weighted(problem, better.weight) <= _weighted(problem, found.weight) else _same_support(problem, found)
+        )
 
 
 def _same_support(problem: Problem, found: Solution) -> Solution:

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lobs import ADMM, Auto, ErrorBudget, LobsError, Problem, Refine, Scored, solve
+from lobs.solvers.search import swap
+from lobs.solvers.support import least_squares, on_support
+from tests.conftest import make_moment
+
+
+def problem(rows=20, d=60, **settings):
+    return Problem(torch.randn(rows, d, generator=torch.Generator().manual_seed(1)), make_moment(d).float(), **settings)
+
+
+def test_swaps_reach_pools_smaller_than_the_layer(monkeypatch):
+    monkeypatch.setattr("lobs.solvers.search._POOL", 8)
+    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 8)
+    p = problem()
+    first = solve(p, Scored("magnitude"), 0.7)
+    one = on_support(p, swap(p, first.mask, rounds=1)[0])
+    many = on_support(p, swap(p, first.mask, rounds=12)[0])
+    assert many.error <= one.error < on_support(p, first.mask).error
+    # What pools find in many rounds is near what a search over everything finds.
+    monkeypatch.setattr("lobs.solvers.search._POOL", 60)
+    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 60)
+    assert many.error <= 1.15 * on_support(p, swap(p, first.mask)[0]).error
+
+
+def test_a_time_budget_of_nothing_returns_the_start():
+    p = problem()
+    first = solve(p, Scored("magnitude"), 0.5)
+    assert torch.equal(swap(p, first.mask, seconds=0.0)[0], first.mask)
+
+
+def test_conjugate_gradients_agree_with_cholesky_where_it_is_dear(monkeypatch):
+    p = problem()
+    mask = solve(p, "admm", 0.5).mask
+    direct = on_support(p, mask)
+    monkeypatch.setattr("lobs.solvers.support._MANY", 0.0)
+    iterated = on_support(p, mask)
+    assert iterated.error == pytest.approx(direct.error, rel=1e-5)
+
+
+def test_least_squares_of_rows_of_different_sizes_is_that_of_each_alone():
+    gram = make_moment(12)
+    weight = torch.randn(9, 12, dtype=torch.float64)
+    mask = torch.rand(9, 12) < torch.linspace(0, 1, 9).unsqueeze(1)
+    together = least_squares(gram, weight, mask)
+    for row, kept in enumerate(mask):
+        expected = torch.zeros(12, dtype=torch.float64)
+        if kept.any():
+            expected[kept] = torch.linalg.solve(gram[kept][:, kept], (weight[row] @ gram)[kept])
+        torch.testing.assert_close(together[row], expected)
+
+
+def test_auto_is_never_above_the_start_it_chose():
+    for d in (10, 60):
+        p = problem(d=d)
+        for patience in (0.0, 1e9):
+            auto = Auto(patience=patience)
+            for fraction in (0.3, 0.6, 0.9):
+                assert solve(p, auto, fraction).error <= solve(p, auto.start(p), fraction).error * (1 + 1e-6)
+
+
+def test_auto_keeps_an_error_budget():
+    p = problem()
+    for solver in (Auto(patience=0.0), Auto(patience=1e9), ADMM()):
+        found = solve(p, solver, ErrorBudget(0.3, relative=True))
+        assert found.relative_error <= 0.3 and found.removed > 0
+
+
+def test_importance_moves_weights_to_rows_that_matter():
+    plain = solve(problem(), "auto", 0.8)
+    for solver in (Auto(patience=0.0), Auto(patience=1e9), Refine(Scored("magnitude"))):
+        weighted = solve(problem(row_weight=torch.tensor([50.0] + [1.0] * 19)), solver, 0.8)
+        assert weighted.removed == plain.removed
+        assert int(weighted.mask[0].sum()) > int(plain.mask[0].sum())
+
+
+@pytest.mark.parametrize("settings", [{"penalty": 0.0}, {"growth": 1.0}, {"penalties": 0}, {"steps": 0}])
+def test_impossible_settings_are_refused(settings):
+    with pytest.raises(LobsError, match="penalty must be positive"):
+        ADMM(**settings)
