@@ -12,8 +12,8 @@ import lobs
 ROOT = Path(lobs.__file__).parent
 FLOORS = [
     {"errors", "progress", "__version__"},
-    {"linalg", "targets", "holding"},
-    {"problem", "layers"},
+    {"linalg", "targets", "holding", "files"},
+    {"problem", "layers", "compact"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "calibrate"},
     {"chain", "allocate", "influence"},

@@ -40,6 +40,7 @@ _HOMES = {
     "Calibration": "lobs.calibrate",
     # files
     "save": "lobs.checkpoint",
+    "save_compact": "lobs.checkpoint",
     "load": "lobs.checkpoint",
     # zeros that stay
     "hold": "lobs.holding",
@@ -57,6 +58,7 @@ _ROOMS = (
     "ledger",
     "calibrate",
     "checkpoint",
+    "compact",
     "holding",
     "kernels",
     "layers",
@@ -94,13 +96,14 @@ __all__ = [
     "load",
     "prune",
     "save",
+    "save_compact",
     "solve",
 ]
 
 if TYPE_CHECKING:
     from lobs.bounds import certify
     from lobs.calibrate import Calibration, collect
-    from lobs.checkpoint import load, save
+    from lobs.checkpoint import load, save, save_compact
     from lobs.errors import LobsError, NumericalWarning
     from lobs.holding import Hold, apply_masks, hold
     from lobs.ledger import Certificate
