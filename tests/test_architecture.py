@@ -19,7 +19,7 @@ FLOORS = [
     {"chain", "allocate", "influence"},
     {"bounds", "result"},
     {"pipeline"},
-    {"sweep", "verify", "report"},
+    {"sweep", "verify", "report", "runtime", "export"},
     {"data"},
     {"zoo"},
     {"cli"},

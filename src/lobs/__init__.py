@@ -46,6 +46,9 @@ _HOMES = {
     "hold": "lobs.holding",
     "Hold": "lobs.holding",
     "apply_masks": "lobs.holding",
+    # speed
+    "accelerate": "lobs.runtime",
+    "Acceleration": "lobs.runtime",
     # trust
     "Certificate": "lobs.ledger",
     "certify": "lobs.bounds",
@@ -64,6 +67,7 @@ _ROOMS = (
     "layers",
     "linalg",
     "masks",
+    "runtime",
     "scores",
     "solvers",
     "statistics",
@@ -73,6 +77,7 @@ _ROOMS = (
 __all__ = [
     "LOBS",
     "SOLVERS",
+    "Acceleration",
     "Calibration",
     "Certificate",
     "ErrorBudget",
@@ -89,6 +94,7 @@ __all__ = [
     "Solver",
     "Sparsity",
     "__version__",
+    "accelerate",
     "apply_masks",
     "certify",
     "collect",
@@ -110,6 +116,7 @@ if TYPE_CHECKING:
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
+    from lobs.runtime import Acceleration, accelerate
     from lobs.solvers import LOBS, SOLVERS, Exact, Refine, Scored, solve
     from lobs.targets import ErrorBudget, Sparsity
 
