@@ -13,7 +13,7 @@ ROOT = Path(lobs.__file__).parent
 FLOORS = [
     {"errors", "progress", "__version__"},
     {"linalg", "targets", "holding", "files"},
-    {"problem", "layers", "compact"},
+    {"problem", "layers", "compact", "callbacks", "adapters"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "calibrate"},
     {"chain", "allocate", "influence"},

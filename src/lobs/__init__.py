@@ -46,6 +46,16 @@ _HOMES = {
     "hold": "lobs.holding",
     "Hold": "lobs.holding",
     "apply_masks": "lobs.holding",
+    "lightning_callback": "lobs.callbacks",
+    "trainer_callback": "lobs.callbacks",
+    "merge_lora": "lobs.adapters",
+    "merge_adapters": "lobs.adapters",
+    # other programs
+    "export_onnx": "lobs.export",
+    "export_program": "lobs.export",
+    "to_semi_structured": "lobs.export",
+    "from_torch_prune": "lobs.export",
+    "to_torch_prune": "lobs.export",
     # speed
     "accelerate": "lobs.runtime",
     "Acceleration": "lobs.runtime",
@@ -62,6 +72,7 @@ _ROOMS = (
     "calibrate",
     "checkpoint",
     "compact",
+    "export",
     "holding",
     "kernels",
     "layers",
@@ -98,19 +109,31 @@ __all__ = [
     "apply_masks",
     "certify",
     "collect",
+    "export_onnx",
+    "export_program",
+    "from_torch_prune",
     "hold",
+    "lightning_callback",
     "load",
+    "merge_adapters",
+    "merge_lora",
     "prune",
     "save",
     "save_compact",
     "solve",
+    "to_semi_structured",
+    "to_torch_prune",
+    "trainer_callback",
 ]
 
 if TYPE_CHECKING:
+    from lobs.adapters import merge_adapters, merge_lora
     from lobs.bounds import certify
     from lobs.calibrate import Calibration, collect
+    from lobs.callbacks import lightning_callback, trainer_callback
     from lobs.checkpoint import load, save, save_compact
     from lobs.errors import LobsError, NumericalWarning
+    from lobs.export import export_onnx, export_program, from_torch_prune, to_semi_structured, to_torch_prune
     from lobs.holding import Hold, apply_masks, hold
     from lobs.ledger import Certificate
     from lobs.pipeline import prune
