@@ -35,7 +35,7 @@ class Undecided(nn.Module):
         return x if float(x.sum()) > 0 else -x
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_onnx_runs_elsewhere_with_any_batch(tmp_path, batch):
     ort = pytest.importorskip("onnxruntime")
     result = pruned()
@@ -48,6 +48,7 @@ def test_onnx_runs_elsewhere_with_any_batch(tmp_path, batch):
     assert [p.name for p in tmp_path.iterdir()] == ["x.onnx"]
 
 
+@pytest.mark.slow
 def test_onnx_with_keyword_arguments(tmp_path):
     pytest.importorskip("onnxruntime")
     done = lobs.export_onnx(tmp_path / "x.onnx", Keyword(), {"x": torch.randn(2, 6), "shift": torch.randn(2, 3)})

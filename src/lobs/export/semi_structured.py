@@ -47,8 +47,8 @@ def _check_device(weight: object) -> None:
     assert isinstance(weight, Tensor)
     if weight.device.type != "cuda":
         raise ExportError(
-            f"the pattern is there, but the network is on '{weight.device.type}': torch has 2:4 kernels only for CUDA devices of "
-            f"compute capability 8.0 or more. Move it there in float16 or bfloat16; elsewhere the zeros stay as they are."
+            f"the pattern is there, but the network is on '{weight.device.type}': torch has 2:4 kernels only for CUDA devices "
+            f"of compute capability 8.0 or more. Move it there in float16 or bfloat16; elsewhere the zeros stay as they are."
         )
     major, minor = torch.cuda.get_device_capability(weight.device)
     if major < 8:
