@@ -43,9 +43,8 @@ def main() -> None:
         print("| file | bytes | of the dense file | weights | test error (%) |\n|---|---|---|---|---|")
         error = error_rate(result.model, test)
         for what, size in sizes.items():
-            print(
-                f"| {what}{'' if what == 'dense' else ' of it'} | {size:,} | {size / sizes['dense']:.1%} | bit-equal | {error:.2f} |"
-            )
+            label = what if what == "dense" else f"{what} of it"
+            print(f"| {label} | {size:,} | {size / sizes['dense']:.1%} | bit-equal | {error:.2f} |")
         for values in ("same", "float16", "int8"):
             with tempfile.TemporaryDirectory() as folder:
                 done = lobs.save_compact(Path(folder) / "x", result.model, result.masks, result.record(), values=values)

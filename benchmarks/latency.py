@@ -49,9 +49,8 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     print(f"{torch.get_num_threads()} threads\n")
-    print(
-        "| network or layer | batch | dense µs | accelerated µs | times faster, 95 % interval | chosen |\n|---|---|---|---|---|---|"
-    )
+    print("| network or layer | batch | dense µs | accelerated µs | times faster, 95 % interval | chosen |")
+    print("|---|---|---|---|---|---|")
     details = []
     for name in ("lenet300", "lenet5"):
         if name in given.only:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_bytes_add_up_to_the_file(tmp_path):
     stored = load_file(done.path)
     assert sum(t.stored_bytes for t in done.tensors) == sum(t.numel() * t.element_size() for t in stored.values())
     row = done.tensors[0]
-    assert row.kept == int(mask.sum()) and row.value_bytes == 4 * row.kept and row.dense_bytes == 80_000
+    assert row.kept == int(mask.sum()) and row.value_bytes < 4 * row.kept and row.dense_bytes == 80_000
     assert done.dense_bytes == 80_400
 
 
@@ -139,7 +140,7 @@ def test_dense_tensors_keep_their_names_for_any_reader(tmp_path):
 
 
 def test_names_that_collide_are_refused(tmp_path):
-    w, mask = random_masked(50, 50)
+    w, mask = random_masked(5, 100)
     with pytest.raises(LobsError, match="two tensors would be stored as 'w:values'"):
         lobs.save_compact(tmp_path / "x", {"w": w, "w:values": torch.ones(3)}, {"w": mask})
 
@@ -182,6 +183,9 @@ HOSTILE = {
     "missing part": lambda _, st: st.pop("w:gaps"),
     "foreign part": lambda _, st: st.update(foreign=torch.ones(2)),
     "no entry": lambda lay, _: lay.pop("w"),
+    "top bytes": lambda _, st: st.update({"w:top": st["w:top"][:-4]}),
+    "top bomb": lambda _, st: st.update({"w:top": torch.frombuffer(bytearray(zlib.compress(bytes(10**7))), dtype=torch.uint8)}),
+    "rest": lambda _, st: st.update({"w:rest": st["w:rest"][:-3]}),
     "half": lambda lay, _: lay["w"].update(values="float16"),
     "bias shape": lambda lay, _: lay["b"].update(shape=[5, 10]),
     "bytes as truth": lambda lay, st: (lay["b"].update(dtype="bool"), st.update(b=torch.full((50,), 7, dtype=torch.uint8))),
@@ -190,7 +194,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_layouts_with_a_right_hash_are_refused(tmp_path, kind):
-    w, mask = random_masked(50, 50)
+    w, mask = random_masked(50, 50, keep=0.2)
     path = lobs.save_compact(tmp_path / "x", {"w": w, "b": torch.randn(50)}, {"w": mask}).path
     resign(path, HOSTILE[kind])
     with pytest.raises(LobsError, match="damaged layout"):

@@ -16,7 +16,7 @@ from lobs import LobsError
 def original(path):
     torch.manual_seed(1)
     state, masks = {}, {}
-    for name, shape, keep in (("a.weight", (30, 20), 0.05), ("b.weight", (8, 4, 3, 3), 0.5), ("c.weight", (5, 8), 1.0)):
+    for name, shape, keep in (("a.weight", (60, 100), 0.05), ("b.weight", (8, 4, 3, 3), 0.5), ("c.weight", (5, 8), 1.0)):
         masks[name] = torch.rand(shape) < keep
         state[name] = torch.randn(shape).masked_fill(~masks[name], 0)
         state[name.replace("weight", "bias")] = torch.randn(shape[0])

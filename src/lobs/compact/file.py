@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lobs.compact.tensors import Entry, Parts, check_sizes, decode, encode, entry_from_json
+from lobs.compact.tensors import PARTS, Entry, Parts, check_sizes, decode, encode, entry_from_json
 from lobs.compact.values import VALUES, Values
 from lobs.errors import FileError
 from lobs.files import atomic_write
@@ -149,7 +149,7 @@ def _named(parts: Mapping[str, Parts], layout: Mapping[str, Any]) -> dict[str, T
 
 
 def _parts_of(name: str, entry: Entry, stored: Mapping[str, Tensor]) -> Parts:
-    own = {part: stored[key] for part in ("values", "scale", "bits", "gaps", "mask") if (key := f"{name}:{part}") in stored}
+    own = {part: stored[key] for part in PARTS if (key := f"{name}:{part}") in stored}
     if _plain(entry.code, entry.values):
         whole = stored[name]
         if tuple(whole.shape) != entry.shape or "values" in own:
@@ -164,9 +164,9 @@ def _plain(code: str, values: str) -> bool:
 
 def _account(name: str, entry: Entry, parts: Parts, tensor: Tensor, mask: Tensor | None) -> StoredTensor:
     sizes = {part: t.numel() * t.element_size() for part, t in parts.items()}
-    value_bytes = sizes["values"] + sizes.get("scale", 0)
+    value_bytes = sum(size for part, size in sizes.items() if part in ("values", "scale", "top", "rest"))
     moved = 0.0
-    if entry.values != "same" and entry.size:
+    if entry.values in ("float16", "int8") and entry.size:
         moved = float((decode(entry, parts)[0].double() - tensor.detach().cpu().double()).abs().max())
     return StoredTensor(
         name=name,
@@ -174,7 +174,7 @@ def _account(name: str, entry: Entry, parts: Parts, tensor: Tensor, mask: Tensor
         kept=entry.size if mask is None else int(mask.sum()),
         total=entry.size,
         code=entry.code,
-        values=entry.dtype if entry.values == "same" else entry.values,
+        values=entry.dtype if entry.values in ("same", "planes") else entry.values,
         position_bytes=sum(sizes.values()) - value_bytes,
         value_bytes=value_bytes,
         dense_bytes=tensor.numel() * tensor.element_size(),

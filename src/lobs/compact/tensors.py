@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lobs.compact import planes
 from lobs.compact.codes import Positions, gap_width, pack_bits, pack_gaps, unpack_bits, unpack_gaps
-from lobs.compact.values import VALUES, Values, quantise, restore, stored_as, worthwhile
+from lobs.compact.values import Values, quantise, restore, stored_as, worthwhile
 from lobs.errors import FileError
 
 Code: TypeAlias = Literal["dense", "bits", "gaps"]
 MaskKind: TypeAlias = Literal["none", "full", "stored", "own"]
+Stored: TypeAlias = Literal["same", "float16", "int8", "planes"]
 Parts: TypeAlias = dict[str, Tensor]
 
+PARTS = ("values", "scale", "top", "rest", "bits", "gaps", "mask")
 _HEADER = 100  # bytes that one more part costs in the file's header, about
 _GROWTH, _FREE = 1024, 2**16  # a reader makes at most so many bytes of each stored one, beyond what is free
 _LARGEST = 2**48
@@ -39,7 +42,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     code: Code
-    values: Values
+    values: Stored
     count: int
     width: int
     mask: MaskKind
@@ -66,7 +69,7 @@ def entry_from_json(raw: Any) -> Entry:
     for number in (*raw["shape"], raw["count"], raw["width"]):
         if type(number) is not int or not 0 <= number <= _LARGEST:
             raise ValueError(f"{number!r} is not a size")
-    known = {"dtype": DTYPES, "code": get_args(Code), "values": VALUES, "mask": get_args(MaskKind)}
+    known = {"dtype": DTYPES, "code": get_args(Code), "values": get_args(Stored), "mask": get_args(MaskKind)}
     for field, choices in known.items():
         if not isinstance(raw[field], str) or raw[field] not in choices:
             raise ValueError(f"unknown {field} {raw[field]!r}")
@@ -102,7 +105,8 @@ def encode(name: str, tensor: Tensor, mask: Tensor | None, kind: Values) -> tupl
     shape = tuple(tensor.shape)
     how = _mask_kind(code, kept, mask)
     entry = Entry(shape, dtype, code, kind, len(positions), width if code == "gaps" else 0, how)
-    return entry, _parts(name, entry, flat, positions, mask)
+    parts = _parts(name, entry, flat, positions, mask)
+    return _with_planes(entry, parts)
 
 
 def _parts(name: str, entry: Entry, flat: Tensor, positions: Positions, mask: Tensor | None) -> Parts:
@@ -114,14 +118,31 @@ def _parts(name: str, entry: Entry, flat: Tensor, positions: Positions, mask: Te
     if entry.mask == "own" and mask is not None:
         parts["mask"] = torch.from_numpy(np.packbits(mask.reshape(-1).numpy()))
     where = torch.from_numpy(positions)
+    assert entry.values != "planes"  # chosen later, when it is known what it saves
     return parts | quantise(name, flat[where], _channels(where, entry), entry.rows, entry.values)
+
+
+def _with_planes(entry: Entry, parts: Parts) -> tuple[Entry, Parts]:
+    """Values in byte planes where that is smaller; what is dense and unchanged stays readable for everyone."""
+    if entry.values != "same" or entry.code == "dense" or not DTYPES[entry.dtype].is_floating_point or entry.count == 0:
+        return entry, parts
+    if DTYPES[entry.dtype].itemsize == 1:
+        return entry, parts
+    split = planes.split(parts["values"])
+    if len(split["top"]) + _HEADER >= entry.count:
+        return entry, parts
+    return replace(entry, values="planes"), {part: t for part, t in parts.items() if part != "values"} | split
 
 
 def part_shapes(entry: Entry) -> dict[str, tuple[torch.dtype, int | None]]:
     """Which parts an entry must have, of which dtype and length; gaps have the length they have."""
     dtype = DTYPES[entry.dtype]
     byte = -(-entry.size // 8)
-    needed: dict[str, tuple[torch.dtype, int | None]] = {"values": (stored_as(entry.values, dtype), entry.count)}
+    needed: dict[str, tuple[torch.dtype, int | None]]
+    if entry.values == "planes":
+        needed = {"top": (torch.uint8, None), "rest": (torch.uint8, entry.count * (dtype.itemsize - 1))}
+    else:
+        needed = {"values": (stored_as(entry.values, dtype), entry.count)}
     if entry.values == "int8":
         needed["scale"] = (torch.float32, entry.rows)
     if entry.code != "dense":
@@ -144,7 +165,11 @@ def check_sizes(entry: Entry, parts: Parts) -> None:
     dtype = DTYPES[entry.dtype]
     if entry.size * dtype.itemsize > _allowed(stored):
         raise ValueError(f"{stored} bytes claim to hold a tensor of shape {entry.shape}")
-    if entry.values != "same" and not worthwhile(entry.values, dtype):
+    if entry.values == "planes":
+        possible = entry.code != "dense" and dtype.is_floating_point and dtype.itemsize > 1
+    else:
+        possible = entry.values == "same" or worthwhile(entry.values, dtype)
+    if not possible:
         raise ValueError(f"{entry.values} is no way to store {entry.dtype}")
     if entry.code == "dense" and entry.count != entry.size:
         raise ValueError("a dense tensor must have all its values")
@@ -160,7 +185,10 @@ def decode(entry: Entry, parts: Parts) -> tuple[Tensor, Tensor | None]:
         raise ValueError(f"{len(where)} positions for {entry.count} values")
     if entry.values == "same" and dtype == torch.bool and bool((parts["values"].view(torch.uint8) > 1).any()):
         raise ValueError("a truth value is neither true nor false")
-    values = restore(parts, _channels(where, entry), dtype, entry.values)
+    if entry.values == "planes":
+        values = planes.join(parts, entry.count, dtype)
+    else:
+        values = restore(parts, _channels(where, entry), dtype, entry.values)
     if entry.code == "dense":
         flat = values
     else:
