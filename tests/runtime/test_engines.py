@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import signal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -180,3 +183,21 @@ def test_changed_weights_are_noticed(kind):
     twin.weight.zero_()
     assert_close(twin(x), torch.zeros_like(before))
     assert fast.weight.all() and twin.engine is not fast.engine
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking with threads about is what is tested
+def test_a_forked_process_has_its_own_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        layer, x = sparse(nn.Linear(800, 500)), torch.randn(300, 800)
+        fast = fast_layer(layer, ChainEngine([layer], [False], x))
+        answer = fast(x)
+        pid = os.fork()
+        if pid == 0:  # no assert here: the child must end without running pytest's own end
+            signal.alarm(60)
+            os._exit(0 if np.array_equal(fast.engine.run(x).numpy(), answer.numpy()) else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        torch.set_num_threads(threads)

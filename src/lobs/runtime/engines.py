@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -193,7 +194,8 @@ class ConvEngine(Engine):
 
 
 @lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Workers of this process: a fork inherits the pool, but not its threads, and would wait for them forever."""
     return ThreadPoolExecutor(threads, thread_name_prefix="lobs")
 
 
@@ -207,7 +209,7 @@ def spread(kernel: Callable[..., None], x: Any, arrays: tuple[Any, ...], out: An
         return
     share = -(-len(x) // pieces // step) * step
     spans = [slice(low, low + share) for low in range(0, len(x), share)]
-    jobs = [_pool(threads).submit(kernel, x[span], *arrays, out[span]) for span in spans[1:]]
+    jobs = [_pool(threads, os.getpid()).submit(kernel, x[span], *arrays, out[span]) for span in spans[1:]]
     kernel(x[spans[0]], *arrays, out[spans[0]])
     for job in jobs:
         job.result()
