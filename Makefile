@@ -38,6 +38,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.exact_speed
 	$(BIN)/python -m benchmarks.calibration_cost
 	$(BIN)/python -m benchmarks.lenet_accuracy
+	$(BIN)/python -m benchmarks.file_size
+	$(BIN)/python -m benchmarks.latency
 
 wheel: $(READY)
 	$(BIN)/python -m build --wheel --no-isolation

@@ -12,15 +12,15 @@ import lobs
 ROOT = Path(lobs.__file__).parent
 FLOORS = [
     {"errors", "progress", "__version__"},
-    {"linalg", "targets"},
-    {"problem", "layers"},
+    {"linalg", "targets", "holding", "files"},
+    {"problem", "layers", "compact", "callbacks", "adapters"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "calibrate"},
     {"chain", "allocate", "influence", "streams"},
     {"bounds", "result"},
     {"job"},
     {"pipeline"},
-    {"sweep", "verify", "report"},
+    {"sweep", "verify", "report", "runtime", "export"},
     {"data"},
     {"zoo"},
     {"cli"},

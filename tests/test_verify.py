@@ -78,3 +78,20 @@ def test_a_layer_that_runs_twice_is_verified_on_pruned_inputs(tmp_path):
     with torch.no_grad():
         result.model.fc.weight.mul_(1.5)
     assert not verify_errors(saved, model, result.model, x)[0].holds
+
+
+def test_lost_zeros_are_told_layer_by_layer(tmp_path):
+    model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3), nn.Linear(3, 3))
+    result = lobs.prune(model, [torch.randn(50, 10)], lobs.Sparsity(0.5, scope="layer"), progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    state = copy.deepcopy(result.model.state_dict())
+    place = (~result.masks["2.weight"]).nonzero()[0].tolist()
+    state["2.weight"][tuple(place)] = -0.25
+    del state["3.weight"]
+    state["0.weight"] = state["0.weight"][:, :9]
+    findings = {f.check: f for f in verify_masks(saved, state)}
+    assert not findings["mask 2.weight"].holds
+    assert f"1 removed weights are not zero (8.3% of 12); the largest is 0.25, the first at {tuple(place)}" in (
+        findings["mask 2.weight"].detail
+    )
+    assert "no such tensor" in findings["mask 3.weight"].detail and "shape" in findings["mask 0.weight"].detail

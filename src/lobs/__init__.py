@@ -43,7 +43,25 @@ _HOMES = {
     "Calibration": "lobs.calibrate",
     # files
     "save": "lobs.checkpoint",
+    "save_compact": "lobs.checkpoint",
     "load": "lobs.checkpoint",
+    # zeros that stay
+    "hold": "lobs.holding",
+    "Hold": "lobs.holding",
+    "apply_masks": "lobs.holding",
+    "lightning_callback": "lobs.callbacks",
+    "trainer_callback": "lobs.callbacks",
+    "merge_lora": "lobs.adapters",
+    "merge_adapters": "lobs.adapters",
+    # other programs
+    "export_onnx": "lobs.export",
+    "export_program": "lobs.export",
+    "to_semi_structured": "lobs.export",
+    "from_torch_prune": "lobs.export",
+    "to_torch_prune": "lobs.export",
+    # speed
+    "accelerate": "lobs.runtime",
+    "Acceleration": "lobs.runtime",
     # trust
     "Certificate": "lobs.ledger",
     "certify": "lobs.bounds",
@@ -56,10 +74,14 @@ _ROOMS = (
     "ledger",
     "calibrate",
     "checkpoint",
+    "compact",
+    "export",
+    "holding",
     "kernels",
     "layers",
     "linalg",
     "masks",
+    "runtime",
     "scores",
     "solvers",
     "statistics",
@@ -72,10 +94,12 @@ __all__ = [
     "SOLVERS",
     "Auto",
     "Budget",
+    "Acceleration",
     "Calibration",
     "Certificate",
     "ErrorBudget",
     "Exact",
+    "Hold",
     "LayerResult",
     "LobsError",
     "NumericalWarning",
@@ -87,25 +111,43 @@ __all__ = [
     "Solver",
     "Sparsity",
     "__version__",
+    "accelerate",
+    "apply_masks",
     "certify",
     "collect",
+    "export_onnx",
+    "export_program",
+    "from_torch_prune",
+    "hold",
+    "lightning_callback",
     "load",
+    "merge_adapters",
+    "merge_lora",
     "prune",
     "save",
+    "save_compact",
     "solve",
+    "to_semi_structured",
+    "to_torch_prune",
+    "trainer_callback",
 ]
 
 if TYPE_CHECKING:
+    from lobs.adapters import merge_adapters, merge_lora
     from lobs.bounds import certify
     from lobs.calibrate import Calibration, collect
-    from lobs.checkpoint import load, save
+    from lobs.callbacks import lightning_callback, trainer_callback
+    from lobs.checkpoint import load, save, save_compact
     from lobs.errors import LobsError, NumericalWarning
+    from lobs.export import export_onnx, export_program, from_torch_prune, to_semi_structured, to_torch_prune
+    from lobs.holding import Hold, apply_masks, hold
     from lobs.ledger import Certificate
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
     from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Exact, Refine, Scored, solve
     from lobs.targets import Budget, ErrorBudget, Sparsity
+    from lobs.runtime import Acceleration, accelerate
 
 
 def __getattr__(name: str) -> Any:

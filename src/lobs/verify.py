@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lobs.bounds import distances
 from lobs.calibrate import collect
@@ -32,16 +32,10 @@ class Finding:
     detail: str
 
 
-def verify_masks(saved: Checkpoint, model: nn.Module | None = None) -> list[Finding]:
-    """Masks hold (in the file, or in a model trained further since), and counts are those recorded."""
-    state = saved.state_dict if model is None else model.state_dict()
-    findings = []
-    for name, mask in saved.masks.items():
-        if name not in state:
-            raise FileError(f"mask '{name}' names no parameter of the network.")
-        revived = int((state[name].cpu()[~mask] != 0).sum())
-        detail = f"{int((~mask).sum()):,} zeros hold" if revived == 0 else f"{revived:,} removed weights are not zero"
-        findings.append(Finding(f"mask {name}", revived == 0, detail))
+def verify_masks(saved: Checkpoint, later: nn.Module | Mapping[str, Tensor] | None = None) -> list[Finding]:
+    """Masks hold (in the file, or in a network or state dict trained further since), and counts are those recorded."""
+    state = saved.state_dict if later is None else later.state_dict() if isinstance(later, nn.Module) else later
+    findings = [_zeros(name, mask, state) for name, mask in saved.masks.items()]
     for row in _rows(saved):
         own = _parameters(row, saved.masks)
         removed = sum(int((~mask[slice(*own[name])]).sum()) for name, mask in saved.masks.items() if name in own)
@@ -53,6 +47,28 @@ def verify_masks(saved: Checkpoint, model: nn.Module | None = None) -> list[Find
             )
         )
     return findings
+
+
+def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:
+    """Whether one tensor's zeros hold; where not, how many came back, how large, and where the first one is."""
+    check = f"mask {name}"
+    if name not in state:
+        return Finding(check, False, "there is no such tensor; was it renamed, or an adapter never merged?")
+    tensor = state[name].cpu()
+    if tensor.shape != mask.shape:
+        return Finding(check, False, f"its shape is {tuple(tensor.shape)}, the mask's {tuple(mask.shape)}")
+    back = ~mask & (tensor != 0)
+    zeros, revived = int((~mask).sum()), int(back.sum())
+    if not revived:
+        return Finding(check, True, f"{zeros:,} zeros hold")
+    first = tuple(back.nonzero()[0].tolist())
+    largest = float(tensor[back].abs().max())
+    return Finding(
+        check,
+        False,
+        f"{revived:,} removed weights are not zero ({revived / zeros:.1%} of {zeros:,}); the largest is {largest:.3g}, the "
+        f"first at {first}. lobs.apply_masks zeroes them, lobs.hold keeps them zero in training",
+    )
 
 
 def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> list[Finding]:

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from lobs import __version__
-from lobs.cli import common, demo, eval_, inspect_, prune, sweep, train, verify
+from lobs.cli import bench, common, demo, eval_, export_, inspect_, prune, sweep, train, verify
 from lobs.errors import LobsError
 
 app = typer.Typer(
@@ -27,6 +27,8 @@ app.command(name="inspect")(inspect_.inspect)
 app.command()(prune.prune)
 app.command()(sweep.sweep)
 app.command()(verify.verify)
+app.command()(export_.export)
+app.command()(bench.bench)
 
 
 @app.callback(invoke_without_command=True)

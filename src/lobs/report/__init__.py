@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lobs.errors import FileError, LobsError
+from lobs.errors import LobsError
+from lobs.files import atomic_write
 
 if TYPE_CHECKING:
     from lobs.result import Pruning
@@ -47,18 +47,8 @@ def write_report(
         raise LobsError("a report needs at least one run.")
     from lobs.report.page import render  # plotly and jinja2 take their time, and only a report needs them
 
-    target, partial = Path(path), None
     # Command lines may hold bytes that are not UTF-8; they are shown escaped rather than losing the page.
     content = render(runs, title=title, command=command, seed=seed).encode("utf-8", errors="backslashreplace")
-    try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            partial = Path(file.name)
-            file.write(content)
-        partial.chmod(0o644)
-        partial.replace(target)
-    except OSError as error:
-        raise FileError(f"cannot write '{target}': {error.strerror}.") from error
-    finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
-    return target
+    with atomic_write(path) as partial:
+        partial.write_bytes(content)
+    return Path(path)

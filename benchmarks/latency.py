@@ -1,0 +1,82 @@
+"""How fast do pruned networks run? Dense torch against `lobs.accelerate`, in turns: best runs, and medians with 95 % intervals.
+
+python -m benchmarks.latency [--threads 1] [--seconds 1] [--only lenet300 linear layers]
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+import torch
+from torch import nn
+
+import lobs
+from lobs import NumericalWarning, Sparsity, zoo
+from lobs.data import mnist
+from lobs.runtime import take_turns
+
+LAYERS = {  # name: (layer, input of one image, kept)
+    "AlexNet fc6, 9 % kept": (lambda: nn.Linear(9216, 4096), (9216,), 0.09),
+    "ResNet-50 layer1 3×3, 10 % kept": (lambda: nn.Conv2d(64, 64, 3, padding=1), (64, 56, 56), 0.1),
+    "ResNet-50 layer3 3×3, 10 % kept": (lambda: nn.Conv2d(256, 256, 3, padding=1), (256, 14, 14), 0.1),
+    "ResNet-50 layer3 1×1, 10 % kept": (lambda: nn.Conv2d(1024, 256, 1), (1024, 14, 14), 0.1),
+    "ResNet-50 layer4 3×3, 10 % kept": (lambda: nn.Conv2d(512, 512, 3, padding=1), (512, 7, 7), 0.1),
+    "ResNet-50 layer3 3×3, 30 % kept": (lambda: nn.Conv2d(256, 256, 3, padding=1), (256, 14, 14), 0.3),
+}
+
+
+def show(title, model, x, seconds):
+    """One row. Long calls are interrupted on a busy machine and short ones are not, so the best runs are compared too."""
+    done = lobs.accelerate(model, x, seconds=seconds, progress=False)
+    with torch.no_grad():
+        samples = take_turns({"dense": lambda: model(x), "fast": lambda: done.model(x)}, 2 * seconds, 81)
+    dense, fast = (float(samples[name].min()) * 1e6 for name in ("dense", "fast"))
+    chosen = "dense" if done.note else done.layers[-1].chosen
+    best = f"{dense:,.0f} | {fast:,.0f} | {dense / fast if not done.note else 1:.2f}"
+    print(f"| {title} | {len(x)} | {best} | {done.speedup:.2f} | {chosen} |", flush=True)
+    return done.summary()
+
+
+def thinned(layer, kept):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        layer.weight.masked_fill_(torch.rand_like(layer.weight) >= kept, 0)
+    return layer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--only", nargs="*", default=["lenet300", "lenet5", "linear", "layers"])
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", NumericalWarning)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    print(f"{torch.get_num_threads()} threads\n")
+    print("| network or layer | batch | dense µs, best | accelerated µs, best | ratio | ratio of medians, 95 % | chosen |")
+    print("|---|---|---|---|---|---|---|")
+    details = []
+    for name in ("lenet300", "lenet5"):
+        if name in given.only:
+            images = mnist.load("test").images
+            train = mnist.load("train").batches(limit=5000)
+            pruned = lobs.prune(zoo.trained(name), train, Sparsity(0.97, scope="network"), progress=False).model
+            title = f"{zoo.entry(name).title}, 3 % kept"
+            details += [show(title, pruned, images[:batch], given.seconds) for batch in (1, 64)]
+    if "linear" in given.only:
+        for batch in (1, 64):
+            layer = thinned(nn.Linear(4096, 4096), 0.05)
+            show("Linear 4096×4096, 5 % kept", layer, torch.randn(batch, 4096), given.seconds)
+    if "layers" in given.only:
+        for title, (build, shape, kept) in LAYERS.items():
+            for batch in (1, 16):
+                layer = thinned(build(), kept)
+                show(title, layer, torch.randn(batch, *shape), given.seconds)
+    for text in details:
+        print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()
