@@ -1,7 +1,7 @@
 """ADMM with conjugate gradients, the family of ALPS (Meng et al., NeurIPS 2024), in its eigendecomposition form.
 
-Splits min ½ tr((V−W) Ψ (V−W)ᵀ) with a hard count into a least squares step, (Ψ + ρI)⁻¹ by one eigendecomposition for every ρ, and
-a projection onto the largest entries. ρ grows every third step, the faster the more the support still moves, until it
+Splits min ½ tr((V−W) Ψ (V−W)ᵀ) with a hard count into a least squares step, (Ψ + ρI)⁻¹ by one eigendecomposition for every ρ,
+and a projection onto the largest entries. ρ grows every third step, the faster the more the support still moves, until it
 stands still; then conjugate gradients on that support, preconditioned by the diagonal. Columns are equilibrated first, as the
 paper does. `start` and `growth` are the paper's; `benchmarks.rivals --tune` shows what others give.
 """

@@ -92,9 +92,9 @@ __all__ = [
     "ADMM",
     "LOBS",
     "SOLVERS",
+    "Acceleration",
     "Auto",
     "Budget",
-    "Acceleration",
     "Calibration",
     "Certificate",
     "ErrorBudget",
@@ -145,9 +145,9 @@ if TYPE_CHECKING:
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
+    from lobs.runtime import Acceleration, accelerate
     from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Exact, Refine, Scored, solve
     from lobs.targets import Budget, ErrorBudget, Sparsity
-    from lobs.runtime import Acceleration, accelerate
 
 
 def __getattr__(name: str) -> Any:

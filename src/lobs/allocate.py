@@ -36,8 +36,8 @@ class RowLosses:
 class Curve:
     """What a layer's weights cost, one after another.
 
-    `keys`, in any order, are marginal errors, weighted by how much each row matters; each stands for `multiplicity` weights where
-    only some rows were run. `price` is what one weight is worth to the budget; between `fewest` and `most` may go.
+    `keys`, in any order, are marginal errors, weighted by how much each row matters; each stands for `multiplicity` weights
+    where only some rows were run. `price` is what one weight is worth to the budget; between `fewest` and `most` may go.
     """
 
     keys: Tensor
@@ -73,8 +73,8 @@ def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:
     forced = sum(c.fewest * c.price for c in curves.values())
     if give > reach + 1e-6 or (forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values())):
         raise TargetError(
-            f"the limits per layer allow between {forced:,.0f} and {reach:,.0f} to go, but {give:,.0f} must. Loosen keep_at_least "
-            f"or keep_at_most."
+            f"the limits per layer allow between {forced:,.0f} and {reach:,.0f} to go, but {give:,.0f} must. "
+            f"Loosen keep_at_least or keep_at_most."
         )
     keys = torch.cat([_limited(c) for c in curves.values()])
     owner = torch.repeat_interleave(torch.arange(len(curves)), torch.tensor([len(c.keys) for c in curves.values()]))

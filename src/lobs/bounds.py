@@ -66,8 +66,8 @@ def certificate(
 ) -> Certificate:
     """Put the bound for known layer errors beside what is measured.
 
-    `dense_gains` are the dense matrices, where errors were measured on the pruned network's inputs. `absorbed` says that errors are
-    whole distances between the networks' outputs at each layer, so that a layer forgets what came before it.
+    `dense_gains` are the dense matrices, where errors were measured on the pruned network's inputs. `absorbed` says that
+    errors are whole distances between the networks' outputs at each layer, so that a layer forgets what came before it.
     """
     try:
         if len(calibration.shapes) > 1:

@@ -109,7 +109,7 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def main_output(out: Any) -> Tensor | None:
-    """The tensor that a network's answer is about: itself, `logits` or `last_hidden_state` of a mapping, the first of a tuple."""
+    """The tensor that an answer is about: itself, `logits` or `last_hidden_state` of a mapping, the first of a tuple."""
     if isinstance(out, Mapping):
         named = [out[key] for key in ("logits", "last_hidden_state") if key in out]
         out = named[0] if named else next(iter(out.values()), None)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -98,7 +99,7 @@ class Job:
         self.influence: dict[str, Tensor] = {}
         self._losses: dict[str, RowLosses] = {}
 
-    @property
+    @cached_property
     def prunable(self) -> dict[str, int]:
         """How many weights of each layer may go."""
         return {layer.name: self.problem(layer, self.calibration[layer.name]).prunable for layer in self.layers}
@@ -126,8 +127,8 @@ class Job:
                 return self.shared(target, max(0.0, self._bytes() - size), self._bytes_each())
             case Budget(flops=int() | float() as flops):
                 uses = self._flops_each()
-                total = sum(uses[name] * n for name, n in self.prunable.items())
-                return self.shared(target, max(0.0, total - flops), uses)
+                spent = sum(uses[name] * n for name, n in self.prunable.items())
+                return self.shared(target, max(0.0, spent - flops), uses)
         return {layer.name: for_layer(target, layer.name) for layer in self.layers}
 
     def shared(
@@ -162,8 +163,8 @@ class Job:
 
     def _bytes(self) -> float:
         """All tensors, and a bit for every prunable weight."""
-        everything = sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
-        return everything + sum(-(-n // 8) for n in self.prunable.values())
+        everything = sum(int(t.numel() * t.element_size()) for t in self.model.state_dict().values())
+        return float(everything + sum(-(-n // 8) for n in self.prunable.values()))
 
     def _flops_each(self) -> dict[str, float]:
         seen, samples = self.calibration, self.calibration.samples
@@ -233,8 +234,8 @@ class Outcome:
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
         """The bound beside what is measured.
 
-        With asymmetric inputs a layer's error is the distance between its outputs in the two networks, which is measured here, after
-        the fact: it holds what reached the layer as well as what the layer added or mended.
+        With asymmetric inputs a layer's error is the distance between its outputs in the two networks, which is measured
+        here, after the fact: it holds what reached the layer as well as what the layer added or mended.
         """
         job = self.job
         if job.inputs != "asymmetric":
@@ -263,7 +264,7 @@ class Outcome:
 
 
 def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, looks: int = 8) -> tuple[Outcome, list[Trial]]:
-    """The fewest weights whose score stays within `max_drop` of the dense network's, by bisection of the kept count's logarithm.
+    """The fewest weights whose score stays within `max_drop` of the dense network's, by bisection of log(kept).
 
     Every trial prunes anew and is reported. The answer is the smallest network that was tried and passed; with nothing removed
     there is no drop, so there always is one.

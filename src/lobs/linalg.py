@@ -190,7 +190,7 @@ def eliminate(block: Tensor, cross: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(block)
     if bool(info.any()):  # float32 can lose a nearly singular block that float64 holds
         factor, cross = torch.linalg.cholesky(block.double()), cross.double()
-    y = torch.linalg.solve_triangular(factor, cross, upper=False)
+    y: Tensor = torch.linalg.solve_triangular(factor, cross, upper=False)
     return y.mT @ y
 
 

@@ -46,9 +46,9 @@ def prune(
         target: `Sparsity`, `Budget`, `ErrorBudget`, or a number for the fraction removed from the network as a whole.
         solver: a name from `SOLVERS`, or a solver.
         inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned layers before it give and must
-            reproduce what the dense network gives there, so that it mends what they spoiled. "pruned": the same inputs, but only
-            the layer's own dense weights to reproduce. "dense": every layer sees what the dense network feeds it; one pass over
-            the data. By default "asymmetric", but "dense" for an `ErrorBudget`, which speaks of each layer by itself.
+            reproduce what the dense network gives there, so that it mends what they spoiled. "pruned": the same inputs, but
+            only the layer's own dense weights to reproduce. "dense": every layer sees what the dense network feeds it; one
+            pass over the data. By default "asymmetric", but "dense" for an `ErrorBudget`, which speaks of each layer by itself.
         layers: names or globs of the layers to prune; all of the kinds that `lobs` knows by default.
         skip: names or globs of layers to leave alone.
         inplace: write into `model` itself instead of a copy.

@@ -221,8 +221,9 @@ def finish(problem: Problem, weight: Tensor, mask: Tensor, *, damping: float = 0
 def choose_count(problem: Problem, target: Target, error_at: Callable[[int], float], *, step: int = 1) -> int:
     """How many weights to remove: by fraction directly, by error the most whose error stays within the limit.
 
-    Counts are multiples of `step`, for solvers to which every look is expensive. The search assumes that `error_at` grows with the count, as it does for `exact`. For the others it grows in all but
-    noise; the count found then satisfies the limit, though a larger one might too.
+    Counts are multiples of `step`, for solvers to which every look is expensive. The search assumes that `error_at` grows
+    with the count, as it does for `exact`. For the others it grows in all but noise; the count found then satisfies the
+    limit, though a larger one might too.
     """
     match target:
         case Sparsity():

@@ -86,8 +86,8 @@ class PairedMoments:
         """Count in one call's input in the dense and in the pruned network."""
         if x.shape != x_hat.shape:
             raise CalibrationError(
-                f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and {tuple(x_hat.shape)} in the pruned "
-                f"network. Use inputs='dense'."
+                f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and {tuple(x_hat.shape)} "
+                f"in the pruned network. Use inputs='dense'."
             )
         if torch.equal(x, x_hat):  # nothing before this layer has been pruned
             for piece in layer.patches(x_hat):

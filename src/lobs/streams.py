@@ -1,17 +1,17 @@
 """Two streams of activations, the dense network's and the pruned one's, side by side from layer to layer.
 
 To prune a layer on what the pruned layers before it give, one must run the network up to that layer again and again, or
-keep what was reached. Where `torch.fx` can trace the network, its steps are run one at a time for all batches, in both networks,
-and only values that a later step still needs are kept: two forward passes in all, and memory for the activations between two
-layers (past `_IN_MEMORY` bytes they go to unnamed temporary files). Where it cannot, or where a layer runs more than once, every
-layer costs a pass of both networks, stopped as soon as the layer is reached.
+keep what was reached. Where `torch.fx` can trace the network, its steps are run one at a time for all batches, in both
+networks, and only values that a later step still needs are kept: two forward passes in all, and memory for the activations
+between two layers (past `_IN_MEMORY` bytes they go to unnamed temporary files). Where it cannot, or where a layer runs more
+than once, every layer costs a pass of both networks, stopped as soon as the layer is reached.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -108,11 +108,8 @@ def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[],
 
         return callback
 
-    with _watching([(layer, note(layer.name)) for layer in layers]):
-        try:
-            run()
-        except _Enough:
-            pass
+    with _watching([(layer, note(layer.name)) for layer in layers]), suppress(_Enough):
+        run()
     return found
 
 
@@ -161,7 +158,7 @@ class _Rerun(_Part):
         """See `_Part`."""
         dense, pruned = self.models
         for batch in self.batches:
-            yield (lambda batch=batch: call(dense, batch)), (lambda batch=batch: call(pruned, batch))
+            yield partial(call, dense, batch), partial(call, pruned, batch)
 
 
 class _Steps:
@@ -222,10 +219,7 @@ class _Step(_Part):
         self.steps.advance(self.number)
         node = self.steps.nodes[self.number]
         for dense, pruned in self.steps.values:
-            yield (
-                lambda values=dense: self.steps.value(0, values, node),
-                lambda values=pruned: self.steps.value(1, values, node),
-            )
+            yield partial(self.steps.value, 0, dense, node), partial(self.steps.value, 1, pruned, node)
 
 
 def _traced(

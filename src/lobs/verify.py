@@ -74,9 +74,10 @@ def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:
 def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> list[Finding]:
     """Recompute every layer's error from data and compare it with the record.
 
-    With asymmetric inputs an error is the distance between a layer's outputs in the two networks. Otherwise errors were measured on
-    the inputs that the dense or the pruned network gives its layers; the latter are those of the finished network too, because a layer's inputs depend only on layers before it. Not so where a weight is used more than
-    once, and then layers are pruned again one by one, as they were the first time, with the weights of the record.
+    With asymmetric inputs an error is the distance between a layer's outputs in the two networks. Otherwise errors were
+    measured on the inputs that the dense or the pruned network gives its layers; the latter are those of the finished network
+    too, because a layer's inputs depend only on layers before it. Not so where a weight is used more than once, and then
+    layers are pruned again one by one, as they were the first time, with the weights of the record.
     """
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")

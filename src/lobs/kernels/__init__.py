@@ -61,10 +61,10 @@ def improve(
 ) -> int:
     """Local search for the best subset in every row of a batch of small least-squares problems; `inside` in place.
 
-    Row i has the quadratic vᵀ·gram[i]·v − 2·linear[i]·v over variables that are inside. Add-one-drop-one swaps are taken, the best
-    first, until none helps; then rows trade: a variable enters where it gains most and another leaves where it costs least,
-    weighted by `importance`, so that the number inside is kept in all rows together; and so on until nothing helps. `gram` and
-    `linear` are overwritten. Returns the number of moves.
+    Row i has the quadratic vᵀ·gram[i]·v − 2·linear[i]·v over variables that are inside. Add-one-drop-one swaps are taken, the
+    best first, until none helps; then rows trade: a variable enters where it gains most and another leaves where it costs
+    least, weighted by `importance`, so that the number inside is kept in all rows together; and so on until nothing helps.
+    `gram` and `linear` are overwritten. Returns the number of moves.
     """
     least = 1e-6 if gram.dtype == torch.float64 else 1e-4  # share of a gain below which a swap may be rounding
     kernel = _swaps(backend, gram)

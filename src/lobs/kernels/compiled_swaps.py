@@ -1,8 +1,10 @@
-"""Local search on small least-squares problems, compiled for CPUs: the same steps as `torch_swaps`, a row at a time per thread."""
+"""Local search on small least-squares problems, compiled for CPUs: `torch_swaps` step by step, a row at a time per thread."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +30,12 @@ def move(t: Tensor, b: Tensor, rows: Tensor, columns: Tensor, adding: bool) -> N
     _move_span(t.numpy(), b.numpy(), rows.numpy(), columns.numpy(), adding)
 
 
-def _by_threads(work, t, b, inside, rows, label, *rest):
+def _by_threads(work: Any, t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, label: str, *rest: float) -> list[int]:
     with track(label, len(rows)) as advance, ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
         parts = spans(len(rows))
         arrays = t.numpy(), b.numpy(), inside.numpy()
-        jobs = [pool.submit(work, *arrays, rows[low:high].numpy(), *rest) for low, high in parts]
-        out = []
+        jobs = [pool.submit(partial(work, *arrays, rows[low:high].numpy(), *rest)) for low, high in parts]
+        out: list[int] = []
         for job, (low, high) in zip(jobs, parts, strict=True):
             out.append(job.result())
             advance(high - low)

@@ -37,7 +37,7 @@ def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> No
 
 
 def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Column numbers of every row's True entries, (rows, longest), and which of them are real: short rows repeat some column."""
+    """Column numbers of every row's True entries, (rows, longest), and which of them are real: short rows are filled up."""
     size = int(mask.sum(dim=1).max()) if len(mask) else 0
     real, index = mask.to(torch.int8).topk(size, dim=1, sorted=False)
     return index, real.bool()

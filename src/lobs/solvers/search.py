@@ -1,10 +1,10 @@
-"""Swaps: make a support better by exchanging weights until no exchange helps.
+r"""Swaps: make a support better by exchanging weights until no exchange helps.
 
 For one row with support S, only the weakest weights inside and the most wanted outside can take part in a useful swap. They
-form the row's pool U. Eliminating the rest, F = S \\ U, which always takes its best values, leaves an exact least-squares problem
-in the |U| variables of the pool (`_reduced`), small enough to look at *every* add-one-drop-one swap, with all
-surviving weights re-optimised; and rows trade with each other (`kernels.improve`). So the error never grows. A round costs a Cholesky
-of |S|³/3 flops and |S|²·|U| a row: at 90 % sparsity a hundredth of the exact greedy's d³/3.
+form the row's pool U. Eliminating the rest, F = S \\ U, which always takes its best values, leaves an exact least-squares
+problem in the |U| variables of the pool (`_reduced`), small enough to look at *every* add-one-drop-one swap, with all
+surviving weights re-optimised; and rows trade with each other (`kernels.improve`). So the error never grows. A round costs a
+Cholesky of |S|³/3 flops and |S|²·|U| a row: at 90 % sparsity a hundredth of the exact greedy's d³/3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEPS = 15  # conjugate gradient steps between rounds: only the choice of pools
 def swap(
     problem: Problem, mask: Tensor, *, rounds: int = 3, seconds: float | None = None, backend: kernels.Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Exchange weights of a support for better ones; returns a mask with as many kept, and (scaled) weights near the best on it.
+    """Exchange weights of a support for better ones; returns a mask with as many kept, and (scaled) weights near its best.
 
     Stops when a round moves next to nothing, after `rounds`, or when `seconds` are over.
     """
@@ -73,7 +73,7 @@ class _Rows:
         pools = self._pools(values)
         batch = max(2, _BATCH_BYTES // (8 * self.pool**2))
         moves = 0
-        for rows in self.active.nonzero().squeeze(1).split(batch):
+        for rows in torch.split(self.active.nonzero().squeeze(1), batch):
             if self.late is not None and time.perf_counter() > self.late:
                 break
             moves += self._batch(rows, pools[rows])
