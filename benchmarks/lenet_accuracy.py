@@ -1,11 +1,12 @@
-"""How good are the pruned LeNets? Every solver at the paper's per-layer ratios, no retraining, all 60,000 images.
+"""How good are the pruned LeNets? Every solver at the paper's per-layer ratios, then whole-network budgets; no retraining.
 
-python -m benchmarks.lenet_accuracy [--network lenet300] [--checkpoint FILE] [--solvers exact lobs magnitude]
+python -m benchmarks.lenet_accuracy [--network lenet300] [--checkpoint FILE] [--solvers exact lobs magnitude] [--kept 8.4 3]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import warnings
 
 from lobs import SOLVERS, NumericalWarning, Sparsity, prune, zoo
@@ -18,9 +19,12 @@ def main() -> None:
     parser.add_argument("--network", choices=list(zoo.ZOO), nargs="*", default=list(zoo.ZOO))
     parser.add_argument("--checkpoint", help="other weights for the network")
     parser.add_argument("--solvers", nargs="*", default=list(SOLVERS))
+    parser.add_argument("--kept", type=float, nargs="*", default=[8.4, 3.0, 1.5, 0.9], help="whole-network budgets, in %%")
+    parser.add_argument("--inputs", nargs="*", default=["asymmetric"], help="for the budgets: asymmetric, pruned, dense")
+    parser.add_argument("--samples", type=int, help="calibrate on so many images instead of 60,000")
     given = parser.parse_args()
     warnings.simplefilter("ignore", NumericalWarning)  # MNIST's border pixels are dead: Ψ of the first layer is singular
-    train, test = mnist.load("train").batches(), mnist.load("test").batches()
+    train, test = mnist.load("train").batches(500, given.samples), mnist.load("test").batches()
     for name in given.network:
         entry, model = zoo.entry(name), zoo.trained(name, given.checkpoint)
         target = Sparsity({layer: 1 - kept for layer, kept in entry.paper_kept.items()})
@@ -38,6 +42,18 @@ def main() -> None:
                     f"| {errors} | {certificate.bound:.4g} | {certificate.measured:.3g} | {result.seconds:.1f} |",
                     flush=True,
                 )
+        if given.kept:
+            print("\n| kept in all | inputs | kept by layer (%) | test error (%) | bound | measured | seconds |")
+            print("|---|---|---|---|---|---|---|")
+        for kept, inputs in itertools.product(given.kept, given.inputs):
+            result = prune(model, train, Sparsity(1 - kept / 100), inputs=inputs)
+            shares = " / ".join(f"{100 * row.kept_fraction:.3g}" for row in result.layers)
+            certificate = result.certificate
+            print(
+                f"| {kept:g} % | {inputs} | {shares} | {error_rate(result.model, test):.2f} | {certificate.bound:.4g} "
+                f"| {certificate.measured:.3g} | {result.seconds:.1f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

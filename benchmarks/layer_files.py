@@ -1,0 +1,37 @@
+"""Weights and moments of some layers of a network as files for `benchmarks.rivals` and `benchmarks.patterns`.
+
+python -m benchmarks.layer_files package.module:function DIR [--layers layer3.1.conv2 …]
+
+The function returns (model, batches), as for `lobs prune`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from lobs import collect
+from lobs.cli.subject import open_subject
+from lobs.layers import find_layers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", nargs="*")
+    given = parser.parse_args()
+    subject = open_subject(given.network, None, trust=True)
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for layer in find_layers(subject.model, given.layers):
+        if layer.groups == 1:  # one at a time: moments of many wide layers would not fit
+            moment = collect(subject.model, subject.batches, [layer])[layer.name].moment[0]
+            tensors = {"weight": layer.matrix()[0].contiguous(), "moment": moment.contiguous()}
+            save_file(tensors, given.folder / f"{layer.name}.safetensors")
+            print(layer.name, tuple(tensors["weight"].shape))
+
+
+if __name__ == "__main__":
+    main()
