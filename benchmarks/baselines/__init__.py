@@ -1,0 +1,1 @@
+"""Rival methods, written here from their papers and tuned fairly: what `lobs` is measured against."""
