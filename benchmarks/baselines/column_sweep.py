@@ -30,7 +30,7 @@ def column_sweep(
     """
     if (sparsity is None) == (pattern is None):
         raise ValueError("give either sparsity or pattern")
-    rows, d = weight.shape
+    d = weight.shape[1]
     factor = _factor(moment, damping).to(weight.dtype)
     w = torch.where(moment.diagonal() == 0, 0.0, weight).to(weight.dtype)
     mask = torch.ones_like(w, dtype=torch.bool)
