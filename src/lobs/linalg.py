@@ -113,6 +113,12 @@ def least_squares_on_support(gram: Tensor, weight: Tensor, mask: Tensor) -> Tens
     return out
 
 
+def inverse_on_supports(gram: Tensor, kept: Tensor) -> Tensor:
+    """Invert G_SS for every row of column indices S, (rows, support) → (rows, support, support)."""
+    factor = torch.linalg.cholesky(gram[kept.unsqueeze(2), kept.unsqueeze(1)])
+    return torch.cholesky_inverse(factor)
+
+
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
     """Invert Ψ by the paper's recursion: A ← A − (A y yᵀ A)/(n + yᵀ A y) from A = αI; ends at (Ψ + I/α)⁻¹.
 

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lobs.errors import ProblemError
+from lobs.errors import ProblemError, SolverError
 from lobs.linalg import Metric, metric
 from lobs.targets import ErrorBudget, Sparsity, Target
 
@@ -31,6 +31,7 @@ class Problem:
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
         samples: how many inputs Ψ averages, for messages.
         damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
+        positions: how many columns in a row belong to one input channel: the size of a convolution's kernel.
         name: what messages call the layer.
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0]])
@@ -44,6 +45,7 @@ class Problem:
     mean: Tensor | None = None
     samples: int | None = None
     damping: float | None = None
+    positions: int = 1
     name: str = "layer"
 
     def __post_init__(self) -> None:
@@ -68,6 +70,9 @@ class Problem:
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
                 raise ProblemError(f"{self.name}: {what} has {bad} NaN or infinite entries. Check the network first.")
+        free = w.shape[-1] - self.protected
+        if self.positions < 1 or free % self.positions:
+            raise ProblemError(f"{self.name}: {free} columns are not whole channels of {self.positions} positions each.")
         self._check_moment()
 
     def _check_moment(self) -> None:
@@ -213,3 +218,4 @@ def choose_count(problem: Problem, target: Target, error_at: Callable[[int], flo
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if error_at(middle) <= limit else (low, middle - 1)
             return low
+    raise SolverError(f"{problem.name}: this solver is not compatible with {target!r}. Use solver='exact'.")
