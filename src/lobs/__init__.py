@@ -25,6 +25,9 @@ _HOMES = {
     # say what you want
     "Sparsity": "lobs.targets",
     "ErrorBudget": "lobs.targets",
+    "NByM": "lobs.targets",
+    "Block": "lobs.targets",
+    "Structured": "lobs.targets",
     # one layer, bare tensors
     "Problem": "lobs.problem",
     "Solution": "lobs.problem",
@@ -66,12 +69,14 @@ _ROOMS = (
 __all__ = [
     "LOBS",
     "SOLVERS",
+    "Block",
     "Calibration",
     "Certificate",
     "ErrorBudget",
     "Exact",
     "LayerResult",
     "LobsError",
+    "NByM",
     "NumericalWarning",
     "Problem",
     "Pruning",
@@ -80,6 +85,7 @@ __all__ = [
     "Solution",
     "Solver",
     "Sparsity",
+    "Structured",
     "__version__",
     "certify",
     "collect",
@@ -99,7 +105,7 @@ if TYPE_CHECKING:
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
     from lobs.solvers import LOBS, SOLVERS, Exact, Refine, Scored, solve
-    from lobs.targets import ErrorBudget, Sparsity
+    from lobs.targets import Block, ErrorBudget, NByM, Sparsity, Structured
 
 
 def __getattr__(name: str) -> Any:

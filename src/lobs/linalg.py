@@ -119,6 +119,43 @@ def inverse_on_supports(gram: Tensor, kept: Tensor) -> Tensor:
     return torch.cholesky_inverse(factor)
 
 
+def shifted_inverse(gram: Tensor, shift: float) -> Tensor:
+    """(G + shift · I)⁻¹ for a positive shift."""
+    shifted = gram.clone()
+    shifted.diagonal().add_(shift)
+    return torch.cholesky_inverse(torch.linalg.cholesky(shifted))
+
+
+def masked_least_squares(gram: Tensor, weight: Tensor, mask: Tensor, *, tolerance: float = 1e-4, most: int = 300) -> Tensor:
+    """`least_squares_on_support` by conjugate gradients on all rows at once: rows·d² a step instead of |S|³/3 a row.
+
+    Stops when no row's residual is above `tolerance` of its start.
+    """
+    v = torch.where(mask, weight, 0.0)
+    r = torch.where(mask, (weight - v) @ gram, 0.0)
+    p, size = r.clone(), r.square().sum(dim=1, keepdim=True)
+    first, tiny = size, torch.finfo(gram.dtype).tiny
+    for _ in range(most):
+        q = torch.where(mask, p @ gram, 0.0)
+        step = size / (p * q).sum(dim=1, keepdim=True).clamp_min(tiny)
+        v, r = v + step * p, r - step * q
+        size, before = r.square().sum(dim=1, keepdim=True), size
+        if bool((size <= tolerance**2 * first).all()):
+            break
+        p = r + size / before.clamp_min(tiny) * p
+    return v
+
+
+def block_costs(blocks: Tensor, weight: Tensor) -> Tensor:
+    """w_B [A_BB]⁻¹ w_Bᵀ summed over rows, for blocks (…, k, k) and weights (…, rows, k): what removing each block costs."""
+    return solve_lower(blocks, weight.mT).square().sum(dim=(-2, -1))
+
+
+def solve_lower(matrix: Tensor, right: Tensor) -> Tensor:
+    """L⁻¹R for the Cholesky factor L of a positive definite matrix; the whole loss of a block is a square in these terms."""
+    return torch.linalg.solve_triangular(torch.linalg.cholesky(matrix), right, upper=False)
+
+
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
     """Invert Ψ by the paper's recursion: A ← A − (A y yᵀ A)/(n + yᵀ A y) from A = αI; ends at (Ψ + I/α)⁻¹.
 

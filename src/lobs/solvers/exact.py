@@ -15,11 +15,12 @@ from torch import Tensor
 
 from lobs import kernels, linalg
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution, choose_count, finish
-from lobs.targets import ErrorBudget, Target
-
-# Below this independence float32 would lose the third digit of a loss; the sweep then runs in float64.
-_FLOAT32_SAFE = 1e-4
+from lobs.problem import Problem, Solution, choose_count
+from lobs.solvers.blocks import solve_blocks
+from lobs.solvers.nbym import solve_nbym
+from lobs.solvers.structured import solve_structured
+from lobs.solvers.support import on_support, sweep_dtype
+from lobs.targets import Block, ErrorBudget, NByM, Structured, Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +73,7 @@ class DeletionPath:
 
     def cut(self, count: int) -> Solution:
         """Solve for the weights with `count` of them removed: least squares on the support, row by row."""
-        mask = self.mask_at(count)
-        parts = []
-        for metric, (weight, _), kept in zip(
-            self.metrics, self.problem.groups, mask.view(len(self.metrics), *mask.shape[-2:]), strict=True
-        ):
-            solved = linalg.least_squares_on_support(metric.gram, metric.scaled(weight), kept)
-            parts.append(metric.unscaled(solved, weight, kept))
-        weight = torch.stack(parts).view(self.problem.weight.shape)
-        return finish(self.problem, weight, mask, damping=self.damping, curve=self.curve)
+        return on_support(self.problem, self.mask_at(count), curve=self.curve)
 
     def solve(self, target: Target) -> Solution:
         """Cut where a target says."""
@@ -115,16 +108,21 @@ class Exact:
         return DeletionPath(problem, problem.metrics, torch.stack(columns), torch.stack(losses))
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
-        """Solve; see the class."""
+        """Solve; see the class. Patterns have ways of their own."""
+        match target:
+            case NByM():
+                return solve_nbym(problem, target, backend=self.backend)
+            case Block():
+                return solve_blocks(problem, target)
+            case Structured():
+                return solve_structured(problem, target)
         return self.path(problem).solve(target)
 
     def _sweep(self, metric: linalg.Metric, weight: Tensor, protected: int, name: str) -> tuple[Tensor, Tensor]:
         d = weight.shape[-1]
-        single = weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
-        dtype = torch.float32 if single else torch.float64
         # Kernels want the protected columns first; the bias stands last.
         to_front = torch.arange(d, device=weight.device).roll(protected)
-        inverse = metric.inverse[to_front][:, to_front].to(dtype)
+        inverse = metric.inverse[to_front][:, to_front].to(sweep_dtype(metric, weight))
         scaled = metric.scaled(weight)[:, to_front]
         order, losses = kernels.greedy(inverse, scaled, protected, backend=self.backend, label=f"exact {name}")
         return to_front[order.long()].to(torch.int32), losses

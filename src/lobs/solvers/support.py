@@ -1,4 +1,4 @@
-"""From a mask to a solution: the best weights on it."""
+"""What solvers share: the precision they may sweep in, and the way from a mask to a solution."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from torch import Tensor
 
 from lobs import linalg
 from lobs.problem import Problem, Solution, finish
+
+
+# Below this independence float32 would lose the third digit of a loss; sweeps then run in float64.
+_FLOAT32_SAFE = 1e-4
+
+
+def sweep_dtype(metric: linalg.Metric, weight: Tensor) -> torch.dtype:
+    """Float32 where Ψ is well-conditioned and the weights are not float64."""
+    single = weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
+    return torch.float32 if single else torch.float64
 
 
 def on_support(problem: Problem, mask: Tensor, *, curve: Tensor | None = None) -> Solution:
