@@ -68,11 +68,24 @@ def certificate(
     try:
         if len(calibration.shapes) > 1:
             raise chain.NotAChainError(f"inputs came in {len(calibration.shapes)} different shapes")
+        other = _other_difference(dense, pruned, calibration)
+        if other:
+            raise chain.NotAChainError(f"'{other}' differs too, beside the layers (re-estimated batch norm, perhaps)")
         found = ledger.compose(chain.links(pruned, calibration.example, errors, dict(dense_gains or {})))
     except chain.NotAChainError as error:
         found = ledger.refuse(str(error))
     measured = None if batches is None else deviation(dense, pruned, batches, calibration.samples)
     return replace(found, measured=measured, held_out=None if held_out is None else deviation(dense, pruned, held_out))
+
+
+def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]) -> str | None:
+    """The first entry of the state that differs though no layer's error accounts for it."""
+    known, theirs = set(layers), pruned.state_dict()
+    for name, value in dense.state_dict().items():
+        owner = name.rpartition(".")[0] or "model"
+        if owner not in known and not name.endswith("num_batches_tracked") and not torch.equal(value, theirs[name]):
+            return name
+    return None
 
 
 def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any], expected: int | None = None) -> float | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lobs import bounds, scores
 from lobs.allocate import allocate
+from lobs.batchnorm import reestimate
 from lobs.calibrate import Calibration, collect
 from lobs.errors import CalibrationError, LobsError
 from lobs.influence import output_influence
@@ -22,7 +23,7 @@ from lobs.progress import shown, track
 from lobs.result import Histogram, LayerResult, Pruning
 from lobs.solvers import DeletionPath, Exact, as_solver, solve
 from lobs.statistics import Moments
-from lobs.targets import Sparsity, Target, as_target, check_names, for_layer
+from lobs.targets import Pattern, Sparsity, Structured, Target, as_target, check_names, for_layer
 
 Inputs: TypeAlias = Literal["dense", "pruned"]
 
@@ -42,6 +43,7 @@ def prune(
     damping: float | None = None,
     diagnostics: bool = False,
     held_out: Iterable[Any] | None = None,
+    batch_norm: bool = True,
 ) -> Pruning:
     """Remove weights from a trained network and move the rest to compensate.
 
@@ -49,7 +51,7 @@ def prune(
         model: a trained network; untouched unless `inplace`, and then written only after everything has succeeded.
         batches: unlabelled inputs, a few hundred or more: an iterable of tensors, of tuples whose first item is the input, or
             of mappings of keyword arguments.
-        target: `Sparsity`, `ErrorBudget`, or a number for the fraction removed from every layer.
+        target: `Sparsity`, `ErrorBudget`, `NByM`, `Block`, `Structured`, or a number for the fraction removed from every layer.
         solver: a name from `SOLVERS`, or a solver.
         inputs: "dense": every layer sees what the dense network feeds it, one pass over the data. "pruned": layers are
             pruned in the order they run and each sees what the pruned layers before it give, one pass a layer.
@@ -61,6 +63,7 @@ def prune(
         damping: λ added to every Ψ's diagonal; chosen, and reported, by default.
         diagnostics: also record the distribution of sensitivities, for the report.
         held_out: other inputs, to measure on them too how far the output moved.
+        batch_norm: re-estimate batch norms' running statistics on `batches`, where that brings the output nearer to the dense one.
 
     Returns:
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
@@ -80,12 +83,16 @@ def prune(
     pruned = copy.deepcopy(model)
     twins = {layer.name: layer for layer in find_layers(pruned, [layer.name for layer in found])}
     job = _Job(wanted, chosen, prune_bias, damping, diagnostics)
+    if prune_bias and isinstance(wanted, Pattern):
+        raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
     network_wide = isinstance(wanted, Sparsity) and wanted.scope == "network"
     if network_wide and not (again and isinstance(chosen, Exact)):
         raise LobsError("scope='network' needs error curves and two passes: use solver='exact' and a list or DataLoader.")
     with shown(progress):
         calibration = collect(model, batches, found, progress=progress)
         calibrated = time.perf_counter() - began
+        if isinstance(wanted, Structured):
+            job.target = wanted.inside(list(calibration))
         if network_wide:
             job.share_out(found, dense, calibration, output_influence(model, batches, found))
         if inputs == "dense":
@@ -95,6 +102,12 @@ def prune(
                     advance(1)
         else:
             calibration = _one_by_one(pruned, batches, twins, dense, job, calibration)
+        norms = None
+        if batch_norm and again:
+            changed = [twins[name] for name, solution in job.solutions.items() if solution.removed]
+            norms = reestimate(
+                pruned, changed, batches, lambda: bounds.deviation(model, pruned, batches, calibration.samples)
+            )
         certificate = bounds.certificate(
             model,
             pruned,
@@ -114,6 +127,8 @@ def prune(
         "samples": calibration.samples,
         "calibration seconds": round(calibrated, 2),
     }
+    if norms is not None:
+        settings["batch norm"] = str(norms)
     return Pruning(
         model=pruned,
         masks=job.masks,
@@ -122,6 +137,7 @@ def prune(
         solutions=job.solutions,
         settings=settings,
         seconds=time.perf_counter() - began,
+        batch_norm=norms,
     )
 
 
@@ -136,6 +152,7 @@ def layer_problem(
         mean=moments.mean.to(dense.device),
         samples=moments.count,
         damping=damping,
+        positions=1 if prune_bias else math.prod(layer.weight.shape[2:]),
         name=f"layer '{layer.name}'",
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from lobs.batchnorm import borrow_statistics
 from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
 from lobs.errors import FileError
@@ -59,7 +61,10 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
     """
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
-    watched = pruned if isinstance(settings, dict) and settings.get("inputs") == "pruned" else dense
+    watched = dense
+    if isinstance(settings, dict) and settings.get("inputs") == "pruned":
+        watched = copy.deepcopy(pruned)
+        borrow_statistics(watched, dense)  # errors were measured before batch norms were re-estimated
     calibration = collect(watched, batches, [layer for layer in find_layers(watched) if layer.name in recorded])
     before = {layer.name: layer for layer in find_layers(dense)}
     after = {layer.name: layer for layer in find_layers(pruned)}
