@@ -16,7 +16,7 @@ FLOORS = [
     {"problem", "layers"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "calibrate"},
-    {"chain", "allocate", "influence", "batchnorm"},
+    {"chain", "allocate", "influence", "batchnorm", "shrinking"},
     {"bounds", "result"},
     {"pipeline"},
     {"sweep", "verify", "report"},

@@ -41,6 +41,9 @@ _HOMES = {
     # what reaches each layer
     "collect": "lobs.calibrate",
     "Calibration": "lobs.calibrate",
+    # make it really smaller
+    "shrink": "lobs.shrinking",
+    "Shrinkage": "lobs.shrinking",
     # files
     "save": "lobs.checkpoint",
     "load": "lobs.checkpoint",
@@ -61,6 +64,7 @@ _ROOMS = (
     "linalg",
     "masks",
     "scores",
+    "shrinking",
     "solvers",
     "statistics",
     "zoo",
@@ -82,6 +86,7 @@ __all__ = [
     "Pruning",
     "Refine",
     "Scored",
+    "Shrinkage",
     "Solution",
     "Solver",
     "Sparsity",
@@ -92,6 +97,7 @@ __all__ = [
     "load",
     "prune",
     "save",
+    "shrink",
     "solve",
 ]
 
@@ -104,6 +110,7 @@ if TYPE_CHECKING:
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
+    from lobs.shrinking import Shrinkage, shrink
     from lobs.solvers import LOBS, SOLVERS, Exact, Refine, Scored, solve
     from lobs.targets import Block, ErrorBudget, NByM, Sparsity, Structured
 

@@ -90,7 +90,7 @@ def _better_rows(metric: Metric, weight: Tensor, masks: list[Tensor]) -> Tensor:
     w = metric.scaled(weight)
     errors = []
     for mask in masks:
-        delta = linalg.masked_least_squares(metric.gram, w, mask) - w
+        delta = linalg.masked_least_squares(metric.gram, w, mask, tolerance=1e-3, most=100) - w
         errors.append((delta @ metric.gram * delta).sum(dim=1))
     best = torch.stack(errors).argmin(dim=0)
     return torch.stack(masks)[best, torch.arange(len(w), device=w.device)]

@@ -41,19 +41,28 @@ class Keeper:
         order = quota.group.argsort(stable=True)
         order = order[quota.group[order] >= 0]
         sizes = quota.group[order].bincount(minlength=len(quota.allowed))
-        slots = torch.arange(int(sizes.max()) if len(sizes) else 0)
-        held = slots < sizes.unsqueeze(1)
-        self.columns = torch.zeros(held.shape, dtype=torch.int64).masked_scatter(held, order).to(device)
-        self.held = held.to(device)
-        self.kept = (slots < (sizes - quota.allowed).unsqueeze(1)).to(device)
+        self.held = (torch.arange(int(sizes.max()) if len(sizes) else 0) < sizes.unsqueeze(1)).to(device)
+        self.columns = torch.zeros(self.held.shape, dtype=torch.int64, device=device)
+        self.columns[self.held] = order.to(device)
+        self.kept = (sizes - quota.allowed).unsqueeze(1).to(device)
 
     def __call__(self, values: Tensor) -> Tensor:
-        """The mask of the largest, in the shape of `values`."""
+        """The mask of the largest, in the shape of `values`; of equals the first."""
         size = torch.where(self.held, values.abs()[:, self.columns], -1.0)
-        order = size.argsort(dim=2, descending=True, stable=True)
-        held = self.columns.expand_as(order).gather(2, order)  # each group's columns from largest to smallest
-        gone = (self.held & ~self.kept).expand_as(order)
-        rows = torch.arange(len(values), device=values.device).view(-1, 1, 1).expand_as(order)
         mask = torch.ones_like(values, dtype=torch.bool)
-        mask[rows[gone], held[gone]] = False
+        mask[:, self.columns[self.held]] = (_rank(size) < self.kept)[:, self.held]
         return mask
+
+
+def _rank(size: Tensor) -> Tensor:
+    """How many of the last dimension come before each. Sorting short rows is slow; comparing all pairs is not."""
+    m = size.shape[-1]
+    if m > 16:
+        return size.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    rank = torch.zeros(size.shape, dtype=torch.int8, device=size.device)
+    for i in range(m):
+        for j in range(i):
+            first = size[..., j] >= size[..., i]
+            rank[..., i] += first
+            rank[..., j] += ~first
+    return rank
