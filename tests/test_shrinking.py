@@ -106,7 +106,9 @@ def test_units_of_a_chain_all_go_with_their_constants_folded():
 def test_random_empty_units_with_biases_are_folded_exactly():
     for seed in range(10):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 7), nn.ELU(), nn.Linear(7, 2))
+        model = nn.Sequential(
+            nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 7), nn.ELU(), nn.Linear(7, 2)
+        )
         with torch.no_grad():
             for layer in (0, 2, 4):
                 model[layer].weight[torch.rand(len(model[layer].weight)) < 0.5] = 0
@@ -126,7 +128,9 @@ def test_a_residual_sum_loses_only_what_is_empty_on_both_sides():
         model.blocks[1].bn3.running_mean[[2, 5]] = 0
         model.blocks[1].bn3.bias[[2, 5]] = 0
     smaller, report = lobs.shrink(model, batches[0])
-    assert report.channels["blocks.0.conv3"] == report.channels["blocks.0.down.0"] == report.channels["blocks.1.conv3"] == (16, 15)
+    assert (
+        report.channels["blocks.0.conv3"] == report.channels["blocks.0.down.0"] == report.channels["blocks.1.conv3"] == (16, 15)
+    )
     assert same(model, smaller, batches)
     assert any("not empty everywhere" in why for why in report.stayed)
 

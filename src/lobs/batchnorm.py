@@ -64,7 +64,11 @@ def reestimate(
     seen: dict[str, _Sums] = {}
     for turn in range(_PASSES):
         seen = {}
-        with _watching(norms, pruned, seen, follow=turn == 0) as reached, evaluating(model), track("batch norm", None) as advance:
+        with (
+            _watching(norms, pruned, seen, follow=turn == 0) as reached,
+            evaluating(model),
+            track("batch norm", None) as advance,
+        ):
             for batch in batches:
                 reached.clear()
                 call(model, batch)

@@ -105,9 +105,7 @@ def prune(
         norms = None
         if batch_norm and again:
             changed = [twins[name] for name, solution in job.solutions.items() if solution.removed]
-            norms = reestimate(
-                pruned, changed, batches, lambda: bounds.deviation(model, pruned, batches, calibration.samples)
-            )
+            norms = reestimate(pruned, changed, batches, lambda: bounds.deviation(model, pruned, batches, calibration.samples))
         certificate = bounds.certificate(
             model,
             pruned,

@@ -121,7 +121,9 @@ class Block:
         _check_fractions(self.fraction, "Block")
         sides = tuple(self.shape)
         if len(sides) != 2 or not all(isinstance(k, int) and k >= 1 for k in sides):
-            raise TargetError(f"Block has shape {self.shape}: give (rows, columns), whole numbers of at least 1, such as (1, 4).")
+            raise TargetError(
+                f"Block has shape {self.shape}: give (rows, columns), whole numbers of at least 1, such as (1, 4)."
+            )
         object.__setattr__(self, "shape", sides)
 
     def count(self, blocks: int) -> int:

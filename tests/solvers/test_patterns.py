@@ -205,3 +205,30 @@ def test_refine_keeps_the_pattern_and_lowers_the_error():
     plain, refined = (solve(problem, name, NByM(2, 4)) for name in ("magnitude", "magnitude+refine"))
     assert torch.equal(plain.mask, refined.mask) and refined.error < plain.error
     assert solve(problem, "exact", NByM(2, 4)).error <= refined.error
+
+
+def test_inputs_that_are_nearly_dead_get_no_enormous_weights():
+    psi = make_moment(16, correlated=2.0)
+    scale = torch.ones(16, dtype=torch.float64)
+    scale[8:12] = 1e-4  # a whole group: two of its weights must stay
+    psi = psi * scale * scale.unsqueeze(1)
+    weight = torch.randn(20, 16)
+    solution = solve(Problem(weight, psi), "exact", NByM(2, 4))
+    assert float(solution.weight.abs().max()) < 20 and solution.damping > 0
+    bold = solve(Problem(weight, psi, damping=0.0), "exact", NByM(2, 4))
+    assert float(bold.weight.abs().max()) > 1000 and bold.damping == 0 and solution.error < 1.2 * bold.error
+
+
+def test_the_column_sweep_is_never_better():
+    from benchmarks.baselines.column_sweep import best_column_sweep
+
+    for seed in range(3):
+        weight, psi = torch.randn(24, 70), make_moment(70, seed=seed, correlated=2.0)
+        problem = Problem(weight, psi)
+        for pattern in ((2, 4), (4, 8)):
+            swept = best_column_sweep(weight, psi, pattern=pattern)
+            assert int((swept != 0).sum()) == solve(problem, "exact", NByM(*pattern)).kept
+            assert solve(problem, "exact", NByM(*pattern)).error < 0.9 * problem.error_of(swept)
+        swept = best_column_sweep(weight, psi, 0.7)
+        assert int((swept == 0).sum()) == round(0.7 * weight.numel())
+        assert solve(problem, "exact", 0.7).error < problem.error_of(swept)

@@ -51,7 +51,9 @@ def _n_by_m(text: str) -> Target:
         parsed = {name.strip(): tuple(int(x) for x in value.split(":")) for name, _, value in pairs}
         (m,) = {m for _, m in parsed.values()}
     except ValueError:
-        raise TargetError(f"--pattern {text!r} is not n:m, or name=n:m pairs with one m. Examples: 2:4, fc1=2:4,fc*=1:4.") from None
+        raise TargetError(
+            f"--pattern {text!r} is not n:m, or name=n:m pairs with one m. Examples: 2:4, fc1=2:4,fc*=1:4."
+        ) from None
     kept = {name: n for name, (n, _) in parsed.items()}
     return NByM(kept[""] if set(kept) == {""} else kept, m)
 

@@ -33,9 +33,7 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
         unswapped &= (state.group[state.p] != state.group[p]) | ~moving.unsqueeze(1)
 
 
-def _best_pair(
-    state: Swaps, y: Tensor, diagonal: Tensor, off: Tensor, unswapped: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _best_pair(state: Swaps, y: Tensor, diagonal: Tensor, off: Tensor, unswapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     into = diagonal.gather(1, state.q)
     step = y.gather(1, state.q) / into
     out = off.square() / into - diagonal.gather(1, state.p)

@@ -62,7 +62,9 @@ def fit_to(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     try:
         model.load_state_dict(dict(state))
     except RuntimeError as error:
-        raise FileError(f"the shrunk weights do not fit {type(model).__name__}: {str(error).splitlines()[-1].strip()}") from error
+        raise FileError(
+            f"the shrunk weights do not fit {type(model).__name__}: {str(error).splitlines()[-1].strip()}"
+        ) from error
     return model
 
 

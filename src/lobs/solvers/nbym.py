@@ -26,6 +26,8 @@ Method: TypeAlias = Literal["auto", "greedy", "admm"]
 
 # rows·d³ up to which greedy and swaps are worth their time: about 15 s on two cores.
 _AFFORDABLE = 1e12
+# Of the mean energy: an input below it is nearly dead, and this much damping keeps its weights where they were.
+_QUIET = 1e-5
 # rows·|S|³ up to which the final weights come from a Cholesky factor a row instead of conjugate gradients.
 _DIRECT = 1e12
 
@@ -34,6 +36,7 @@ def solve_nbym(
     problem: Problem, target: NByM, *, backend: kernels.Backend = "auto", method: Method = "auto", swaps: bool = True
 ) -> Solution:
     """Keep n of every m: "greedy" and "admm" take that mask alone, with swaps; "auto" takes what it can afford."""
+    problem = _steadied(problem)
     quota = quota_of(problem, target)
     rows, d = problem.weight.shape[-2:]
     dear = rows * d**3 > _AFFORDABLE
@@ -53,6 +56,22 @@ def solve_nbym(
         masks.append(mask)
     used = "admm" if method == "admm" or (method == "auto" and dear) else method
     return replace(_weights(problem, torch.stack(masks).view(problem.weight.shape)), status=f"ok ({target} by {used})")
+
+
+def _steadied(problem: Problem) -> Problem:
+    """Damp a problem with nearly dead inputs, unless its owner has.
+
+    Every group keeps its share, also where all its inputs are nearly dead: least squares would give those enormous weights for the last
+    digits of the calibration data, and the first livelier sample would pay for it.
+    """
+    if problem.damping is not None:
+        return problem
+    energy = problem.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1)
+    alive = energy[energy > 0]
+    quiet = _QUIET * float(energy.mean())
+    if not len(alive) or float(alive.min()) >= quiet:
+        return problem
+    return replace(problem, damping=max(quiet, *(metric.damping for metric in problem.metrics)))
 
 
 def quota_of(problem: Problem, target: NByM) -> Quota:

@@ -8,7 +8,6 @@ from torch import Tensor
 from lobs import linalg
 from lobs.problem import Problem, Solution, finish
 
-
 # Below this independence float32 would lose the third digit of a loss; sweeps then run in float64.
 _FLOAT32_SAFE = 1e-4
 
