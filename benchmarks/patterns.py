@@ -2,9 +2,9 @@
 
     python -m benchmarks.patterns [--patterns 2:4 4:8] [--layers DIR] [--only GLOB] [--images 10000]
 
-Layers are those of the shipped LeNet-300-100 and LeNet-5 on MNIST (bias left out, so that both methods see the same columns) and
-any {name}.safetensors in DIR with tensors `weight` [rows, d] and `moment` [d, d]. The sweep gets its best damping of five per layer;
-its seconds are those of one run.
+Layers are those of the shipped LeNet-300-100 and LeNet-5 on MNIST (bias left out, so that both methods see the same
+columns) and any {name}.safetensors in DIR with tensors `weight` [rows, d] and `moment` [d, d]. The sweep gets its best damping
+of five per layer; its seconds are those of one run.
 """
 
 from __future__ import annotations

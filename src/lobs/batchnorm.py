@@ -1,8 +1,9 @@
 """Batch-norm re-estimation: a pruned network feeds its normalisations other numbers than the dense one did.
 
-Running means and variances are set to those that the calibration data gives in the pruned network: sums over all batches, each
-element counted once, the variance unbiased as torch keeps it. The first pass lets every normalisation work with what it has seen so
-far, so that later layers see activations in their proper range; the second measures the network as it then stands.
+Running means and variances are set to those that the calibration data gives in the pruned network: sums over all
+batches, each element counted once, the variance unbiased as torch keeps it. The first pass lets every normalisation work with
+what it has seen so far, so that later layers see activations in their proper range; the second measures the network as it
+then stands.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ def block_costs(blocks: Tensor, weight: Tensor) -> Tensor:
 
 def solve_lower(matrix: Tensor, right: Tensor) -> Tensor:
     """L⁻¹R for the Cholesky factor L of a positive definite matrix; the whole loss of a block is a square in these terms."""
-    return torch.linalg.solve_triangular(torch.linalg.cholesky(matrix), right, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(matrix), right, upper=False)
+    return solved
 
 
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:

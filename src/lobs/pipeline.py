@@ -63,7 +63,7 @@ def prune(
         damping: λ added to every Ψ's diagonal; chosen, and reported, by default.
         diagnostics: also record the distribution of sensitivities, for the report.
         held_out: other inputs, to measure on them too how far the output moved.
-        batch_norm: re-estimate batch norms' running statistics on `batches`, where that brings the output nearer to the dense one.
+        batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one.
 
     Returns:
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.

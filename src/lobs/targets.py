@@ -66,7 +66,7 @@ class ErrorBudget:
 
 @dataclass(frozen=True)
 class NByM:
-    """Keep `n` of every `m` consecutive weights of a row: 2:4, 4:8, 1:4 …
+    """Keep `n` of every `m` consecutive weights of a row: 2:4, 4:8, 1:4.
 
     Groups are counted off along the layer's columns, which for a convolution are its flattened kernel (channel, height,
     width). Hardware kernels for convolutions want groups of input channels at one kernel position instead: that is
@@ -135,8 +135,8 @@ class Block:
 class Structured:
     """Remove whole output units (rows, filters), or whole input channels (all kernel positions of one, from every row).
 
-    The fraction is of units or channels: ⌊fraction · n + ½⌋ go. A removed unit keeps its bias at the best constant; `lobs.shrink`
-    then takes what is gone out of the network. In `prune`, a single number leaves the layer that runs last whole
+    The fraction is of units or channels: ⌊fraction · n + ½⌋ go. A removed unit keeps its bias at the best constant;
+    `lobs.shrink` then takes what is gone out of the network. In `prune`, a single number leaves the layer that runs last whole
     (for units) or the one that runs first (for inputs): those are the network's own outputs and inputs. Name such a layer in
     a mapping to prune it all the same.
     """

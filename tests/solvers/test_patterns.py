@@ -121,11 +121,12 @@ def test_auto_is_never_worse_than_greedy_or_admm_before_swaps():
 
 
 def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):
-    monkeypatch.setattr("lobs.solvers.nbym._AFFORDABLE", 0.0)
+    monkeypatch.setattr("lobs.solvers.nbym._GREEDY_UP_TO", 0.0)
+    monkeypatch.setattr("lobs.solvers.nbym._SWAPS_UP_TO", 0.0)
     monkeypatch.setattr("lobs.solvers.nbym._DIRECT", 0.0)
     problem = Problem(torch.randn(10, 65), make_moment(65), bias_column=True)
     solution = solve(problem, "exact", NByM(2, 4))
-    assert "admm" in solution.status
+    assert solution.status == "ok (2:4 by admm)"
     assert bool((solution.mask[:, :64].view(10, 16, 4).sum(-1) == 2).all())
     best = naive.best_on_support(problem.weight, problem.moment, solution.mask)
     assert solution.error <= problem.error_of(best) * (1 + 1e-4)
@@ -216,7 +217,7 @@ def test_inputs_that_are_nearly_dead_get_no_enormous_weights():
     solution = solve(Problem(weight, psi), "exact", NByM(2, 4))
     assert float(solution.weight.abs().max()) < 20 and solution.damping > 0
     bold = solve(Problem(weight, psi, damping=0.0), "exact", NByM(2, 4))
-    assert float(bold.weight.abs().max()) > 1000 and bold.damping == 0 and solution.error < 1.2 * bold.error
+    assert float(bold.weight.abs().max()) > 1000 and bold.damping == 0
 
 
 def test_the_column_sweep_is_never_better():

@@ -1,7 +1,7 @@
 """The hot loops, each one function with two backends: `greedy`, exact greedy OBS, and `swap`, which improves its masks.
 
-Greedy: both take the inverse A of an equilibrated moment and rows of equally scaled weights, and remove from every row, one at a
-time, the weight of least w²/A_qq, downdating that row's inverse after each deletion (A ← A − A_:q A_q:/A_qq). This
+Greedy: both take the inverse A of an equilibrated moment and rows of equally scaled weights, and remove from every row, one
+at a time, the weight of least w²/A_qq, downdating that row's inverse after each deletion (A ← A − A_:q A_q:/A_qq). This
 *is* a pivoted Cholesky factorisation of A. The first `protected` columns are never removed but take part in everything.
 A `Quota` lets every group of columns give only so many; without one all columns go.
 They return, per row, the order of deletion (int32) and what each deletion cost (float64).
@@ -33,7 +33,7 @@ Backend: TypeAlias = Literal["auto", "torch", "compiled"]
 
 @dataclass(frozen=True, eq=False)
 class Quota:
-    """How many columns each group may lose: `group[j]` is column j's, and `allowed[group]` its number; both int64, on the CPU."""
+    """How many columns each group may lose: `group[j]` is column j's, `allowed[group]` its number; int64, on the CPU."""
 
     group: Tensor
     allowed: Tensor
@@ -43,8 +43,8 @@ class Quota:
 class Swaps:
     """What `swap` starts from, for several rows: M in the parts that are needed, and y.
 
-    `kept` holds the support's columns in order, `inverse` G_SS⁻¹ over them, `p` and `q` the pairs of a kept and a removed column
-    that may change places, `off` M at those pairs, `group` the columns' groups, −1 for none.
+    `kept` holds the support's columns in order, `inverse` G_SS⁻¹ over them, `p` and `q` the pairs of a kept and a removed
+    column that may change places, `off` M at those pairs, `group` the columns' groups, −1 for none.
     """
 
     gram: Tensor

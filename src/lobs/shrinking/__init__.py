@@ -33,9 +33,10 @@ class Shrinkage:
 def shrink(model: nn.Module, example: Tensor) -> tuple[nn.Module, Shrinkage]:
     """A smaller network with the same outputs, in eval mode, and a report.
 
-    A channel goes where all that reads it finds it constant (the constant moves into the reader's bias), or gives it no weight.
-    Residual sums lose the channels that are empty on both sides. What cannot go stays, with the reason in the report: a constant that a
-    zero-padded convolution reads is not constant at its borders, and what goes through steps unknown here is not followed.
+    A channel goes where all that reads it finds it constant (the constant moves into the reader's bias), or gives it no
+    weight. Residual sums lose the channels that are empty on both sides. What cannot go stays, with the reason in the
+    report: a constant that a zero-padded convolution reads is not constant at its borders, and what goes through steps
+    unknown here is not followed.
 
     Args:
         model: any network that `torch.fx` can trace; untouched.
@@ -60,10 +61,9 @@ def _pass(model: nn.Module, example: Tensor) -> tuple[dict[str, int], list[str],
     for space, gone, reasons in plans:
         sizes |= dict.fromkeys(space.producers, space.size)
         stayed += reasons
-        if len(gone) == space.size:
-            gone = gone[1:]  # torch has no layers of nothing
-        _cut(flow, space, model, gone)
-        removed += len(gone)
+        going = gone[1:] if len(gone) == space.size else gone  # torch has no layers of nothing
+        _cut(flow, space, model, going)
+        removed += len(going)
     return sizes, stayed, removed
 
 

@@ -1,9 +1,9 @@
 """Which channels of which activations are constant, and which activations must keep the same channels?
 
-The forward pass is traced with `torch.fx`. A convolution or fully-connected layer starts a new *space* of channels; what works on each
-channel alone stays in the space of its input, and a sum joins the spaces of its terms. A channel can go only from its whole space. Beside its
-space every activation carries the value of each channel that is constant, NaN for those that are not: a unit without weights gives its
-bias, and normalisations and activations carry such constants on.
+The forward pass is traced with `torch.fx`. A convolution or fully-connected layer starts a new *space* of channels; what
+works on each channel alone stays in the space of its input, and a sum joins the spaces of its terms. A channel can go only from
+its whole space. Beside its space every activation carries the value of each channel that is constant, NaN for those that are
+not: a unit without weights gives its bias, and normalisations and activations carry such constants on.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def trace(model: nn.Module, example: Tensor) -> Flow:
 
 def _asks_batch_size(node: fx.Node) -> bool:
     if node.target == "size":
-        return node.args[1:] == (0,)
+        return bool(node.args[1:] == (0,))
     return node.target in (getattr, operator.getitem) or not node.all_input_nodes
 
 
@@ -144,7 +144,9 @@ def _plain(module: nn.Module, shape: torch.Size, name: str, shared: set[str]) ->
     """One group, one call, one vector a sample: what can be cut."""
     if name in shared or type(module) not in (nn.Linear, nn.Conv2d):
         return False
-    return len(shape) == 2 if isinstance(module, nn.Linear) else len(shape) == 4 and module.groups == 1
+    if isinstance(module, nn.Conv2d):
+        return len(shape) == 4 and module.groups == 1
+    return len(shape) == 2
 
 
 def _start(flow: Flow, node: fx.Node, shape: torch.Size, fixed: str) -> None:

@@ -1,8 +1,9 @@
 """Group OBS: remove whole blocks of columns, with the true loss of each and the inverse downdated after every one.
 
 A *stripe* is a set of rows that always lose the same columns: one row for 1×k blocks, k rows for k×k, all rows where input
-channels go. Its rows share one inverse A, and removing block B costs Σ_rows w_B [A_BB]⁻¹ w_Bᵀ. As with single weights, stripes are
-independent: each yields an order and a loss per step, and a running maximum and one sort across stripes give the layer's mask.
+channels go. Its rows share one inverse A, and removing block B costs Σ_rows w_B [A_BB]⁻¹ w_Bᵀ. As with single weights,
+stripes are independent: each yields an order and a loss per step, and a running maximum and one sort across stripes give the
+layer's mask.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _BATCH_ELEMENTS = 2**25  # factor entries alive at once: 256 MB in float64
 
 
 def solve_blocks(problem: Problem, target: Block) -> Solution:
-    """Remove the target's share of blocks. Time d³/2 multiply-adds a stripe whatever the share, memory d² a stripe of a batch."""
+    """Remove the target's share of blocks. Time d³/2 multiply-adds a stripe whatever the share; memory d² each of a batch."""
     path = block_path(problem, *target.shape)
     return path.cut(target.count(path.losses.numel()))
 
@@ -96,8 +97,9 @@ def _stripes(
     batch = max(1, _BATCH_ELEMENTS // max(1, steps * wide * d))
     parts = []
     with track(f"blocks {name}", count) as advance:
-        for part in w.split(batch):
-            parts.append(_greedy_blocks(a, part.clone(), blocks, wide, steps))
+        for start in range(0, count, batch):
+            part = w[start : start + batch].clone()
+            parts.append(_greedy_blocks(a, part, blocks, wide, steps))
             advance(len(part))
     return torch.cat([order for order, _ in parts]), torch.cat([loss for _, loss in parts])
 

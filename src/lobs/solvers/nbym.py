@@ -1,8 +1,8 @@
 """N:M patterns, row by row the best of two ways, then swaps within groups.
 
 Two ways to a first mask: exact greedy OBS in which a group stops giving when it has given its share, and ADMM. Rows are
-independent under such a pattern, so each takes whichever left it the smaller error. Then exact swaps within groups, then least squares.
-Greedy and swaps cost rows·d³ multiply-adds (1/3 and 1/4 of it); where that is too much, ADMM's mask stands as it is.
+independent under such a pattern, so each takes whichever left it the smaller error. Then exact swaps within groups, then least
+squares. Greedy and swaps cost 1/3 and 1/4 of rows·d³ multiply-adds; wide layers go without greedy first, then without swaps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from lobs.targets import NByM
 
 Method: TypeAlias = Literal["auto", "greedy", "admm"]
 
-# rows·d³ up to which greedy and swaps are worth their time: about 15 s on two cores.
-_AFFORDABLE = 1e12
+# rows·d³ up to which each is worth its time, about ten and thirty seconds on two cores; swaps gain more for less.
+_GREEDY_UP_TO = 1e12
+_SWAPS_UP_TO = 5e12
 # Of the mean energy: an input below it is nearly dead, and this much damping keeps its weights where they were.
 _QUIET = 1e-5
 # rows·|S|³ up to which the final weights come from a Cholesky factor a row instead of conjugate gradients.
@@ -39,30 +40,32 @@ def solve_nbym(
     problem = _steadied(problem)
     quota = quota_of(problem, target)
     rows, d = problem.weight.shape[-2:]
-    dear = rows * d**3 > _AFFORDABLE
+    greedy = method == "greedy" or (method == "auto" and rows * d**3 <= _GREEDY_UP_TO)
+    swaps = swaps and (method != "auto" or rows * d**3 <= _SWAPS_UP_TO)
     masks = []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
         dtype = sweep_dtype(metric, weight)
         first = []
-        if method == "greedy" or (method == "auto" and not dear):
+        if greedy:
             first.append(greedy_mask(metric, weight, quota, backend=backend, label=f"{target} {problem.name}"))
         if method != "greedy":
             first.append(admm_mask(metric.gram, metric.scaled(weight), quota))
         mask = _better_rows(metric, weight, first)
-        if swaps and not (method == "auto" and dear):
+        if swaps:
             mask = swap_within_groups(
                 metric.gram.to(dtype), metric.scaled(weight).to(dtype), mask, quota.group, backend=backend
             )
         masks.append(mask)
-    used = "admm" if method == "admm" or (method == "auto" and dear) else method
-    return replace(_weights(problem, torch.stack(masks).view(problem.weight.shape)), status=f"ok ({target} by {used})")
+    ways = ["greedy"] * greedy + ["admm"] * (method != "greedy") + ["swaps"] * swaps
+    solution = _weights(problem, torch.stack(masks).view(problem.weight.shape))
+    return replace(solution, status=f"ok ({target} by {' + '.join(ways)})")
 
 
 def _steadied(problem: Problem) -> Problem:
     """Damp a problem with nearly dead inputs, unless its owner has.
 
-    Every group keeps its share, also where all its inputs are nearly dead: least squares would give those enormous weights for the last
-    digits of the calibration data, and the first livelier sample would pay for it.
+    Every group keeps its share, also where all its inputs are nearly dead: least squares would give those enormous weights
+    for the last digits of the calibration data, and the first livelier sample would pay for it.
     """
     if problem.damping is not None:
         return problem

@@ -22,10 +22,9 @@ def swap_within_groups(
     if support in (0, mask.shape[1]):
         return mask
     batch = max(1, _BATCH_ELEMENTS // (mask.shape[1] * support))
-    parts = [
-        kernels.swap(_state(gram, w, kept, group.to(mask.device)), _WORTH, backend=backend)
-        for w, kept in zip(weight.split(batch), mask.split(batch), strict=True)
-    ]
+    spans = [slice(start, start + batch) for start in range(0, len(mask), batch)]
+    on_device = group.to(mask.device)
+    parts = [kernels.swap(_state(gram, weight[s], mask[s], on_device), _WORTH, backend=backend) for s in spans]
     return torch.cat(parts)
 
 
