@@ -25,6 +25,7 @@ from lobs.cli.common import (
     say,
     writable,
 )
+from lobs.cli.patterns import BlockOption, PatternOption, StructuredOption, pattern_target
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ def prune(
     scope: Annotated[
         str, typer.Option(help="layer: the fraction of each; network: of all, shared where it costs least.")
     ] = "layer",
+    pattern: PatternOption = None,
+    block: BlockOption = None,
+    structured: StructuredOption = None,
     solver: SolverOption = "exact",
     inputs: Annotated[str, typer.Option(help="dense, or pruned: layers see what pruned layers before them give.")] = "dense",
     samples: SamplesOption = None,
@@ -47,6 +51,7 @@ def prune(
     skip: SkipOption = None,
     prune_bias: Annotated[bool, typer.Option("--prune-bias", help="Let biases be removed too.")] = False,
     damping: Annotated[float | None, typer.Option(min=0, help="λ added to every Ψ; chosen by default.")] = None,
+    batch_norm: Annotated[bool, typer.Option(help="Re-estimate batch norms' statistics, where that helps.")] = True,
     out: Annotated[Path | None, typer.Option(help="Where to save the pruned network (safetensors).")] = None,
     report: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
     trust: TrustOption = False,
@@ -57,10 +62,11 @@ def prune(
     Examples: `lobs prune lenet300 --keep fc1=6.7%,fc2=20%,fc3=65% --out small.safetensors --report report.html`;
     `lobs prune mycode:network --epsilon 0.1 --relative`
     """
-    require_one(keep=keep, sparsity=sparsity, epsilon=epsilon)
+    require_one(keep=keep, sparsity=sparsity, epsilon=epsilon, pattern=pattern)
     if relative and epsilon is None:
         raise LobsError("--relative goes with --epsilon.")
-    target = _target(keep, sparsity, epsilon, relative, scope)
+    shaped = pattern_target(pattern, block, structured, keep, sparsity, scope)
+    target = shaped or _target(keep, sparsity, epsilon, relative, scope)
     writable(out)
     writable(report)
 
@@ -81,6 +87,7 @@ def prune(
             progress=not json,
             prune_bias=prune_bias,
             damping=damping,
+            batch_norm=batch_norm,
             diagnostics=report is not None,
             held_out=subject.held_out,
         )
