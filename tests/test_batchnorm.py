@@ -58,9 +58,10 @@ def inputs_of(model, name, batches):
     return torch.cat(seen).transpose(0, 1).flatten(1).double()
 
 
-def prune(model, batches, fraction=0.5, **settings):
+def prune(model, batches, fraction=0.5, inputs="dense", **settings):
     """Without compensation, so that what normalisations receive really moves."""
-    return lobs.prune(model, batches, fraction, solver="magnitude", progress=False, **settings)
+    target = lobs.Sparsity(fraction, scope="layer")
+    return lobs.prune(model, batches, target, solver="magnitude", inputs=inputs, progress=False, **settings)
 
 
 def pruned_without(model, batches):
@@ -157,7 +158,7 @@ def test_no_bound_is_claimed_for_changed_statistics():
     assert kept.batch_norm is None and kept.certificate.bound >= kept.certificate.measured
 
 
-@pytest.mark.parametrize("inputs", ["dense", "pruned"])
+@pytest.mark.parametrize("inputs", ["dense", "pruned", "asymmetric"])
 def test_recorded_errors_verify_after_reestimation(tmp_path, inputs):
     batches = data()
     model = trained_like(network(), batches)

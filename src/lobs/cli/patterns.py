@@ -22,7 +22,7 @@ StructuredOption = Annotated[
 
 
 def pattern_target(
-    pattern: str | None, block: str | None, structured: str | None, keep: str | None, sparsity: str | None, scope: str
+    pattern: str | None, block: str | None, structured: str | None, keep: str | None, sparsity: str | None, scope: str | None
 ) -> Target | None:
     """The target that the options ask for; None where they ask for no pattern."""
     from lobs.targets import Block, Structured

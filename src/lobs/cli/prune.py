@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lobs.cli.budgets import BytesOption, FlopsOption, MaxDropOption, ParametersOption, budget_target, score_of
 from lobs.cli.common import (
     JsonOption,
     LayersOption,
@@ -38,14 +39,28 @@ def prune(
     sparsity: Annotated[str | None, typer.Option(help="Fraction removed, in the same forms.")] = None,
     epsilon: Annotated[str | None, typer.Option(help="Largest layer error √E allowed, in the same forms.")] = None,
     relative: Annotated[bool, typer.Option("--relative", help="ε is relative to the layer's output norm.")] = False,
+    parameters: ParametersOption = None,
+    flops: FlopsOption = None,
+    size: BytesOption = None,
+    max_drop: MaxDropOption = None,
     scope: Annotated[
-        str, typer.Option(help="layer: the fraction of each; network: of all, shared where it costs least.")
-    ] = "layer",
+        str | None,
+        typer.Option(
+            help="layer: the fraction of each; network: of all, shared where it costs least, as is one number by default."
+        ),
+    ] = None,
     pattern: PatternOption = None,
     block: BlockOption = None,
     structured: StructuredOption = None,
-    solver: SolverOption = "exact",
-    inputs: Annotated[str, typer.Option(help="dense, or pruned: layers see what pruned layers before them give.")] = "dense",
+    solver: SolverOption = "auto",
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="asymmetric: layers see what pruned layers before them give and mend it; pruned: they see it; dense: they "
+            "do not. asymmetric by default, dense with --epsilon."
+        ),
+    ] = None,
+    passes: Annotated[int, typer.Option(min=1, help="How often a budget for the whole network is shared out.")] = 2,
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
@@ -62,11 +77,15 @@ def prune(
     Examples: `lobs prune lenet300 --keep fc1=6.7%,fc2=20%,fc3=65% --out small.safetensors --report report.html`;
     `lobs prune mycode:network --epsilon 0.1 --relative`
     """
-    require_one(keep=keep, sparsity=sparsity, epsilon=epsilon, pattern=pattern)
+    require_one(
+        keep=keep, sparsity=sparsity, epsilon=epsilon, pattern=pattern,
+        parameters=parameters, flops=flops, bytes=size, max_drop=max_drop,
+    )  # fmt: skip
     if relative and epsilon is None:
         raise LobsError("--relative goes with --epsilon.")
     shaped = pattern_target(pattern, block, structured, keep, sparsity, scope)
-    target = shaped or _target(keep, sparsity, epsilon, relative, scope)
+    budget = budget_target(parameters, flops, size, max_drop, scope)
+    target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope)
     writable(out)
     writable(report)
 
@@ -90,6 +109,8 @@ def prune(
             batch_norm=batch_norm,
             diagnostics=report is not None,
             held_out=subject.held_out,
+            evaluate=score_of(subject, max_drop),
+            passes=passes,
         )
     after = subject.score(result.model)
     written = _write(result, subject, solver, before, after, out, report)
@@ -105,12 +126,12 @@ def prune(
         say("not saved: give --out FILE to keep the pruned network")
 
 
-def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool, scope: str) -> Target:
+def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool, scope: str | None) -> Target:
     from lobs.errors import TargetError
     from lobs.targets import ErrorBudget, Sparsity
 
     if epsilon is not None:
-        if scope != "layer":
+        if scope == "network":
             raise TargetError("--scope goes with --keep or --sparsity; ε is each layer's own.")
         return ErrorBudget(parse_fractions(epsilon, "--epsilon"), relative=relative)
     if keep is not None:
