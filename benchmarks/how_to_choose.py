@@ -50,7 +50,9 @@ def draw(curves: dict[str, list[float]], dense: float, path: str) -> None:
     for name, values in curves.items():
         axes.plot(KEPT, values, "o-", label=name)
     axes.axhline(dense, color="grey", linestyle=":", label=f"dense, {dense:.2f} %")
-    axes.set(xscale="log", yscale="log", xlabel="weights kept (%)", ylabel="test error (%)", title="LeNet-300-100, no retraining")
+    axes.set(
+        xscale="log", yscale="log", xlabel="weights kept (%)", ylabel="test error (%)", title="LeNet-300-100, no retraining"
+    )
     axes.set_xticks(KEPT, [f"{kept:g}" for kept in KEPT])
     axes.set_yticks([1.5, 2, 3, 5, 10, 20, 50, 90], ["1.5", "2", "3", "5", "10", "20", "50", "90"])
     axes.minorticks_off()

@@ -72,3 +72,75 @@ def lobs(w, psi, count, protected=0):
         v[r] -= v[r, q] / a[q, q] * a[q]
         mask[r, q] = False
     return torch.where(mask, v, 0.0), mask
+
+
+def row_errors(w, psi, mask):
+    """Error of every row with the best weights on its support."""
+    delta = best_on_support(w, psi, mask) - w.double()
+    return ((delta @ psi.double()) * delta).sum(1)
+
+
+def greedy_in_groups(w, psi, quota):
+    """Row by row: delete whatever raises the error least among columns whose group has not given its share."""
+    mask = torch.ones(w.shape, dtype=torch.bool)
+    for r in range(len(w)):
+        left = quota.allowed.tolist()
+        while any(left):
+            trials = []
+            for q, g in enumerate(quota.group.tolist()):
+                if g >= 0 and left[g] and mask[r, q]:
+                    trial = mask[r : r + 1].clone()
+                    trial[0, q] = False
+                    trials.append((float(row_errors(w[r : r + 1], psi, trial)[0]), q, g))
+            _, q, g = min(trials)
+            mask[r, q] = False
+            left[g] -= 1
+    return mask
+
+
+def best_swap(w, psi, mask, groups):
+    """The least error of a row after one swap inside one of the groups."""
+    errors = [float("inf")]
+    for group in groups:
+        for p in group:
+            for q in group:
+                if mask[p] and not mask[q]:
+                    trial = mask.clone().unsqueeze(0)
+                    trial[0, p], trial[0, q] = False, True
+                    errors.append(float(row_errors(w.unsqueeze(0), psi, trial)[0]))
+    return min(errors)
+
+
+def exhaustive_groups(w, psi, n, m):
+    """The least error with n kept of every m columns."""
+    from itertools import product
+
+    choices = list(combinations(range(m), n))
+    total = 0.0
+    for row in w:
+        errors = []
+        for picks in product(choices, repeat=w.shape[1] // m):
+            mask = torch.zeros(1, w.shape[1], dtype=torch.bool)
+            for g, pick in enumerate(picks):
+                mask[0, [g * m + i for i in pick]] = True
+            errors.append(float(row_errors(row.unsqueeze(0), psi, mask)[0]))
+        total += min(errors)
+    return total
+
+
+def greedy_blocks(w, psi, shape, count):
+    """Layer-wide greedy over blocks that re-solves least squares for every candidate at every step."""
+    rows, d = w.shape
+    tiles = [(slice(r, r + shape[0]), slice(c, c + shape[1])) for r in range(0, rows, shape[0]) for c in range(0, d, shape[1])]
+    mask = torch.ones(rows, d, dtype=torch.bool)
+    error = 0.0
+    for _ in range(count):
+        trials = []
+        for i, tile in enumerate(tiles):
+            if bool(mask[tile].any()):
+                trial = mask.clone()
+                trial[tile] = False
+                trials.append((float(row_errors(w, psi, trial).sum()), i))
+        error, i = min(trials)
+        mask[tiles[i]] = False
+    return mask, error

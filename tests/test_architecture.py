@@ -16,7 +16,7 @@ FLOORS = [
     {"problem", "layers", "compact", "callbacks", "adapters"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "calibrate"},
-    {"chain", "allocate", "influence", "streams"},
+    {"chain", "allocate", "influence", "streams", "batchnorm", "shrinking"},
     {"bounds", "result"},
     {"job"},
     {"pipeline"},

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lobs import ErrorBudget, Sparsity
+from lobs import Block, ErrorBudget, NByM, Sparsity, Structured
 from lobs.errors import TargetError
 from lobs.targets import as_target, check_names, for_layer
 
@@ -45,3 +45,47 @@ def test_a_number_is_a_sparsity():
 def test_relative_budget_scales_with_the_output():
     assert ErrorBudget(0.1, relative=True).limit(100.0) == pytest.approx(1.0)
     assert ErrorBudget(0.1).limit(100.0) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: NByM(5, 4),
+        lambda: NByM(-1, 4),
+        lambda: NByM(1, 0),
+        lambda: NByM({"fc": 9}, 8),
+        lambda: NByM(2, 4, along="rows"),
+        lambda: Block(1.2),
+        lambda: Block(0.5, (1, 0)),
+        lambda: Block(0.5, (4,)),
+        lambda: Structured(-0.1),
+        lambda: Structured(0.5, "rows"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(TargetError):
+        wrong()
+
+
+def test_patterns_are_looked_up_by_name_or_glob():
+    assert for_layer(NByM({"fc1": 2, "fc*": 1}, 4), "fc2") == NByM(1, 4)
+    assert for_layer(NByM({"fc1": 2}, 4), "conv") is None
+    assert for_layer(Block({"fc*": 0.5}, (4, 4)), "fc2") == Block(0.5, (4, 4))
+    assert for_layer(Structured({"fc*": 0.5}, "inputs"), "fc2") == Structured(0.5, "inputs")
+    with pytest.raises(TargetError, match="matches no prunable layer"):
+        check_names(NByM({"nope": 2}, 4), ["fc1"])
+
+
+def test_a_single_number_leaves_the_networks_own_ends_whole():
+    order = ["a", "b", "c"]
+    assert Structured(0.5).inside(order).fraction == {"a": 0.5, "b": 0.5}
+    assert Structured(0.5, "inputs").inside(order).fraction == {"b": 0.5, "c": 0.5}
+    named = Structured({"c": 0.5})
+    assert named.inside(order) is named
+    with pytest.raises(TargetError, match="there is only layer 'a'"):
+        Structured(0.5).inside(["a"])
+
+
+def test_a_short_last_group_keeps_its_share_rounded_up():
+    assert [NByM(2, 4).quota(r) for r in (1, 2, 3, 4)] == [0, 1, 1, 2]
+    assert [NByM(1, 4).quota(r) for r in (1, 2, 3, 4)] == [0, 1, 2, 3]

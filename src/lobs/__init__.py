@@ -26,6 +26,9 @@ _HOMES = {
     "Sparsity": "lobs.targets",
     "ErrorBudget": "lobs.targets",
     "Budget": "lobs.targets",
+    "NByM": "lobs.targets",
+    "Block": "lobs.targets",
+    "Structured": "lobs.targets",
     # one layer, bare tensors
     "Problem": "lobs.problem",
     "Solution": "lobs.problem",
@@ -41,6 +44,9 @@ _HOMES = {
     # what reaches each layer
     "collect": "lobs.calibrate",
     "Calibration": "lobs.calibrate",
+    # make it really smaller
+    "shrink": "lobs.shrinking",
+    "Shrinkage": "lobs.shrinking",
     # files
     "save": "lobs.checkpoint",
     "save_compact": "lobs.checkpoint",
@@ -83,6 +89,7 @@ _ROOMS = (
     "masks",
     "runtime",
     "scores",
+    "shrinking",
     "solvers",
     "statistics",
     "zoo",
@@ -94,6 +101,7 @@ __all__ = [
     "SOLVERS",
     "Acceleration",
     "Auto",
+    "Block",
     "Budget",
     "Calibration",
     "Certificate",
@@ -102,14 +110,17 @@ __all__ = [
     "Hold",
     "LayerResult",
     "LobsError",
+    "NByM",
     "NumericalWarning",
     "Problem",
     "Pruning",
     "Refine",
     "Scored",
+    "Shrinkage",
     "Solution",
     "Solver",
     "Sparsity",
+    "Structured",
     "__version__",
     "accelerate",
     "apply_masks",
@@ -126,6 +137,7 @@ __all__ = [
     "prune",
     "save",
     "save_compact",
+    "shrink",
     "solve",
     "to_semi_structured",
     "to_torch_prune",
@@ -146,8 +158,9 @@ if TYPE_CHECKING:
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
     from lobs.runtime import Acceleration, accelerate
+    from lobs.shrinking import Shrinkage, shrink
     from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Exact, Refine, Scored, solve
-    from lobs.targets import Budget, ErrorBudget, Sparsity
+    from lobs.targets import Block, Budget, ErrorBudget, NByM, Sparsity, Structured
 
 
 def __getattr__(name: str) -> Any:

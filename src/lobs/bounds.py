@@ -72,6 +72,9 @@ def certificate(
     try:
         if len(calibration.shapes) > 1:
             raise chain.NotAChainError(f"inputs came in {len(calibration.shapes)} different shapes")
+        other = _other_difference(dense, pruned, calibration)
+        if other:
+            raise chain.NotAChainError(f"'{other}' differs too, beside the layers (re-estimated batch norm, perhaps)")
         links = chain.links(pruned, calibration.example, errors, dict(dense_gains or {}))
         if absorbed:
             links = [replace(link, gain=0.0, frobenius_gain=0.0) if link.name in errors else link for link in links]
@@ -81,6 +84,18 @@ def certificate(
     if measured is None:
         measured = deviation(dense, pruned, batches, calibration.samples)
     return replace(found, measured=measured, held_out=None if held_out is None else deviation(dense, pruned, held_out))
+
+
+def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]) -> str | None:
+    """The first entry of the state that differs though no layer's error accounts for it."""
+    known = {id(tensor) for layer in find_layers(dense, layers) for tensor in layer.tensors()}
+    theirs = pruned.state_dict()
+    for name, value in dense.state_dict(keep_vars=True).items():
+        if id(value) in known or name.endswith("num_batches_tracked"):
+            continue
+        if name not in theirs or not torch.equal(value, theirs[name]):
+            return name
+    return None
 
 
 def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any], expected: int | None = None) -> float | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lobs import bounds, linalg, scores, streams
 from lobs.allocate import RowLosses, allocate, row_losses
+from lobs.batchnorm import BatchNormEffect, reestimate
 from lobs.calibrate import Calibration, collect
 from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
@@ -25,7 +26,7 @@ from lobs.progress import track
 from lobs.result import Histogram, LayerResult
 from lobs.solvers import solve
 from lobs.statistics import Moments, PairedMoments
-from lobs.targets import Budget, Sparsity, Target, for_layer, removable
+from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
 
 Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
 Evaluate: TypeAlias = Callable[[nn.Module], float]
@@ -51,6 +52,7 @@ def layer_problem(
         samples=moments.count,
         damping=damping,
         row_weight=row_weight,
+        positions=1 if prune_bias else math.prod(layer.weight.shape[2:]),
         name=f"layer '{layer.name}'",
     )
 
@@ -91,9 +93,10 @@ class Job:
         prune_bias: bool,
         damping: float | None,
         diagnostics: bool,
+        batch_norm: bool = True,
     ) -> None:
         self.model, self.batches, self.layers, self.solver, self.inputs = model, batches, layers, solver, inputs
-        self.prune_bias, self.damping, self.diagnostics = prune_bias, damping, diagnostics
+        self.prune_bias, self.damping, self.diagnostics, self.batch_norm = prune_bias, damping, diagnostics, batch_norm
         self.dense = {layer.name: layer.matrix() for layer in layers}
         self.calibration: Calibration = collect(model, batches, layers)
         self.influence: dict[str, Tensor] = {}
@@ -129,6 +132,8 @@ class Job:
                 uses = self._flops_each()
                 spent = sum(uses[name] * n for name, n in self.prunable.items())
                 return self.shared(target, max(0.0, spent - flops), uses)
+            case Structured():
+                target = target.inside(list(self.calibration))
         return {layer.name: for_layer(target, layer.name) for layer in self.layers}
 
     def shared(
@@ -171,7 +176,13 @@ class Job:
         return {layer.name: 2 * seen[layer.name].count / samples * layer.uses_per_patch for layer in self.layers}
 
     def run(self, plan: Mapping[str, Target | None]) -> Outcome:
-        """Prune a copy of the network, every layer by its own target."""
+        """Prune a copy of the network, every layer by its own target, and re-estimate batch norms where that is wanted."""
+        outcome = self._prune(plan)
+        if self.batch_norm:
+            outcome.renew_norms()
+        return outcome
+
+    def _prune(self, plan: Mapping[str, Target | None]) -> Outcome:
         pruned = copy.deepcopy(self.model)
         outcome = Outcome(self, pruned)
         twins = {layer.name: layer for layer in find_layers(pruned, [layer.name for layer in self.layers])}
@@ -207,6 +218,7 @@ class Outcome:
     results: dict[str, LayerResult] = field(default_factory=dict)
     solutions: dict[str, Solution] = field(default_factory=dict)
     largest_errors: dict[str, float] = field(default_factory=dict)
+    norms: BatchNormEffect | None = None
 
     def solve(self, layer: Layer, problem: Problem, target: Target | None) -> None:
         """Solve one layer, write it, and note what happened."""
@@ -230,6 +242,18 @@ class Outcome:
             parameters=layer.parameters(),
             sensitivity=_histogram(problem) if self.job.diagnostics else None,
         )
+
+    def renew_norms(self) -> None:
+        """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""
+        job = self.job
+        names = [name for name, solution in self.solutions.items() if solution.removed]
+        if names:
+            self.norms = reestimate(
+                self.model,
+                find_layers(self.model, names),
+                job.batches,
+                lambda: bounds.deviation(job.model, self.model, job.batches, job.calibration.samples),
+            )
 
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
         """The bound beside what is measured.

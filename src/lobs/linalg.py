@@ -194,6 +194,23 @@ def eliminate(block: Tensor, cross: Tensor) -> Tensor:
     return y.mT @ y
 
 
+def inverse_on_supports(gram: Tensor, kept: Tensor) -> Tensor:
+    """Invert G_SS for every row of column indices S, (rows, support) → (rows, support, support)."""
+    factor = torch.linalg.cholesky(gram[kept.unsqueeze(2), kept.unsqueeze(1)])
+    return torch.cholesky_inverse(factor)
+
+
+def block_costs(blocks: Tensor, weight: Tensor) -> Tensor:
+    """w_B [A_BB]⁻¹ w_Bᵀ summed over rows, for blocks (…, k, k) and weights (…, rows, k): what removing each block costs."""
+    return solve_lower(blocks, weight.mT).square().sum(dim=(-2, -1))
+
+
+def solve_lower(matrix: Tensor, right: Tensor) -> Tensor:
+    """L⁻¹R for the Cholesky factor L of a positive definite matrix; the whole loss of a block is a square in these terms."""
+    solved: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(matrix), right, upper=False)
+    return solved
+
+
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
     """Invert Ψ by the paper's recursion: A ← A − (A y yᵀ A)/(n + yᵀ A y) from A = αI; ends at (Ψ + I/α)⁻¹.
 

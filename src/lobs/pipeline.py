@@ -16,7 +16,7 @@ from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
 from lobs.solvers import as_solver
-from lobs.targets import Budget, ErrorBudget, Sparsity, Target, as_target, check_names
+from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target, check_names
 
 
 def prune(
@@ -36,6 +36,7 @@ def prune(
     held_out: Iterable[Any] | None = None,
     evaluate: Evaluate | None = None,
     passes: int = 2,
+    batch_norm: bool = True,
 ) -> Pruning:
     """Remove weights from a trained network and move the rest to compensate.
 
@@ -43,7 +44,8 @@ def prune(
         model: a trained network; untouched unless `inplace`, and then written only after everything has succeeded.
         batches: unlabelled inputs, a few hundred or more: an iterable of tensors, of tuples whose first item is the input, or
             of mappings of keyword arguments. They are run several times; a generator is read into a list first.
-        target: `Sparsity`, `Budget`, `ErrorBudget`, or a number for the fraction removed from the network as a whole.
+        target: `Sparsity`, `Budget`, `ErrorBudget`, `NByM`, `Block`, `Structured`, or a number for the fraction removed from the
+            network as a whole.
         solver: a name from `SOLVERS`, or a solver.
         inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned layers before it give and must
             reproduce what the dense network gives there, so that it mends what they spoiled. "pruned": the same inputs, but
@@ -60,6 +62,7 @@ def prune(
         evaluate: the score that `Budget(max_drop=…)` is about, larger is better.
         passes: how often a network-wide budget is shared out: the second time by how the network pruned the first time, not the
             dense one, answers to its units. 1 takes half the time.
+        batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one.
 
     Returns:
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
@@ -76,12 +79,14 @@ def prune(
         raise LobsError(
             "Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better."
         )
+    if prune_bias and isinstance(wanted, Pattern):
+        raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
     data = list(batches) if isinstance(batches, Iterator) else batches
     found = find_layers(model, layers, skip)
     check_names(wanted, [layer.name for layer in found])
     if passes < 1:
         raise LobsError(f"passes is {passes}: the network must be pruned at least once.")
-    job = Job(model, data, found, as_solver(solver), inputs, prune_bias, damping, diagnostics)
+    job = Job(model, data, found, as_solver(solver), inputs, prune_bias, damping, diagnostics, batch_norm)
     with shown(progress):
         calibration = job.calibration
         calibrated = time.perf_counter() - began
@@ -105,6 +110,8 @@ def prune(
         "samples": calibration.samples,
         "calibration seconds": round(calibrated, 2),
     }
+    if outcome.norms is not None:
+        settings["batch norm"] = str(outcome.norms)
     if trials:
         settings["trials"] = [asdict(trial) for trial in trials]
     return Pruning(
@@ -115,4 +122,5 @@ def prune(
         solutions=outcome.solutions,
         settings=settings,
         seconds=time.perf_counter() - began,
+        batch_norm=outcome.norms,
     )

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lobs.errors import ProblemError, TargetError
+from lobs.errors import ProblemError, SolverError, TargetError
 from lobs.linalg import Metric, metrics
 from lobs.targets import Budget, ErrorBudget, Sparsity, Target
 
@@ -33,6 +33,7 @@ class Problem:
         damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
         row_weight: how much each row's error matters when rows compete for what may stay, (rows,) or (groups, rows); it decides
             which weights go, while errors are still counted plainly.
+        positions: how many columns in a row belong to one input channel: the size of a convolution's kernel.
         name: what messages call the layer.
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0]])
@@ -47,6 +48,7 @@ class Problem:
     samples: int | None = None
     damping: float | None = None
     row_weight: Tensor | None = None
+    positions: int = 1
     name: str = "layer"
 
     def __post_init__(self) -> None:
@@ -73,6 +75,9 @@ class Problem:
                 raise ProblemError(f"{self.name}: {what} has {bad} NaN or infinite entries. Check the network first.")
         if self.row_weight is not None and self.row_weight.numel() != w[..., 0].numel():
             raise ProblemError(f"{self.name}: row_weight has {self.row_weight.numel()} entries for {w[..., 0].numel()} rows.")
+        free = w.shape[-1] - self.protected
+        if self.positions < 1 or free % self.positions:
+            raise ProblemError(f"{self.name}: {free} columns are not whole channels of {self.positions} positions each.")
         self._check_moment()
 
     def _check_moment(self) -> None:
@@ -237,3 +242,4 @@ def choose_count(problem: Problem, target: Target, error_at: Callable[[int], flo
             return low * step
         case Budget():
             raise TargetError(f"{problem.name}: a Budget is for a whole network; a single layer takes Sparsity or ErrorBudget.")
+    raise SolverError(f"{problem.name}: this solver is not compatible with {target!r}. Use solver='auto' or solver='exact'.")

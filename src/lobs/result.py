@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lobs import checkpoint
+from lobs.batchnorm import BatchNormEffect
 from lobs.ledger import Certificate
 from lobs.problem import Solution
 
@@ -63,6 +64,7 @@ class Pruning:
     solutions: dict[str, Solution] = field(repr=False)
     settings: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    batch_norm: BatchNormEffect | None = None
 
     @property
     def kept(self) -> int:
@@ -93,6 +95,7 @@ class Pruning:
             "kept_fraction": self.kept_fraction,
             "layers": rows,
             "certificate": asdict(self.certificate),
+            "batch_norm": None if self.batch_norm is None else asdict(self.batch_norm),
             "settings": self.settings,
             "seconds": self.seconds,
         }
@@ -112,6 +115,8 @@ class Pruning:
             )
         lines.append(f"kept {self.kept:,} of {self.total:,} weights ({self.kept_fraction:.2%})")
         lines.append(f"{self.certificate} (root mean square over {self.settings.get('samples', '?')} calibration samples)")
+        if self.batch_norm is not None:
+            lines.append(str(self.batch_norm))
         empty = [x.name for x in self.layers if x.total and not x.kept]
         if empty:
             lines.append(f"nothing is left of {', '.join(empty)}: the target may ask too much of a small layer")

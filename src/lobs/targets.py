@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Literal, TypeAlias, TypeVar
@@ -44,9 +44,7 @@ class Sparsity:
         if self.scope == "layer" and (self.keep_at_least or self.keep_at_most):
             raise TargetError("keep_at_least and keep_at_most go with a network-wide budget; give each layer its own fraction.")
         _check_limits(self.keep_at_least, self.keep_at_most)
-        for where, value in _entries(self.fraction):
-            if not 0.0 <= value <= 1.0:
-                raise TargetError(f"Sparsity{where} is {value:g}: the fraction removed must lie between 0 and 1 (90 % is 0.9).")
+        _check_fractions(self.fraction, "Sparsity")
 
     def count(self, n: int) -> int:
         """How many of `n` weights go."""
@@ -111,16 +109,119 @@ class Budget:
         return {"parameters": self.parameters, "bytes": self.bytes, "flops": self.flops, "max_drop": self.max_drop}
 
 
-Target: TypeAlias = Sparsity | ErrorBudget | Budget
+@dataclass(frozen=True)
+class NByM:
+    """Keep `n` of every `m` consecutive weights of a row: 2:4, 4:8, 1:4.
+
+    Groups are counted off along the layer's columns, which for a convolution are its flattened kernel (channel, height,
+    width). Hardware kernels for convolutions want groups of input channels at one kernel position instead: that is
+    `along="channels"`. A last group of r < m columns keeps ⌈n·r/m⌉. `n` may be a mapping like `Sparsity`'s; layers that no key
+    matches stay dense.
+
+    >>> NByM(2, 4).groups(6)
+    [0, 0, 0, 0, 1, 1]
+    >>> NByM(2, 4).quota(4), NByM(2, 4).quota(1)
+    (2, 0)
+    """
+
+    n: int | Mapping[str, int]
+    m: int
+    along: Literal["columns", "channels"] = "columns"
+
+    def __post_init__(self) -> None:
+        if self.along not in ("columns", "channels"):
+            raise TargetError(f"along is '{self.along}': use 'columns' or 'channels'.")
+        for where, n in _entries(self.n):
+            whole = isinstance(self.m, int) and n == int(n)
+            if not (whole and self.m >= 1 and 0 <= n <= self.m):
+                raise TargetError(f"NByM{where} is {n:g}:{self.m}: it keeps n of every m weights, whole numbers, 0 ≤ n ≤ m.")
+
+    def groups(self, columns: int, positions: int = 1) -> list[int]:
+        """The group of each column; `positions` columns in a row belong to one input channel."""
+        if self.along == "columns":
+            return [j // self.m for j in range(columns)]
+        per_position = -(-(columns // positions) // self.m)
+        return [(j % positions) * per_position + j // positions // self.m for j in range(columns)]
+
+    def quota(self, size: int) -> int:
+        """How many weights a group of `size` columns gives."""
+        return size - math.ceil(int(_single(self.n, "NByM")) * size / self.m)
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}" if not isinstance(self.n, Mapping) else repr(self)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Remove whole blocks of the weight matrix, (1, k) or (k, k) or any other (rows, columns).
+
+    The fraction is of blocks: ⌊fraction · blocks + ½⌋ go. Blocks tile the matrix from its first row and column; what is left
+    over at the edges is a smaller block and counts as one.
+    """
+
+    fraction: float | Mapping[str, float]
+    shape: tuple[int, int] = (1, 4)
+
+    def __post_init__(self) -> None:
+        _check_fractions(self.fraction, "Block")
+        sides = tuple(self.shape)
+        if len(sides) != 2 or not all(isinstance(k, int) and k >= 1 for k in sides):
+            raise TargetError(
+                f"Block has shape {self.shape}: give (rows, columns), whole numbers of at least 1, such as (1, 4)."
+            )
+        object.__setattr__(self, "shape", sides)
+
+    def count(self, blocks: int) -> int:
+        """How many of `blocks` blocks go."""
+        return math.floor(_single(self.fraction, "Block") * blocks + 0.5)
+
+
+@dataclass(frozen=True)
+class Structured:
+    """Remove whole output units (rows, filters), or whole input channels (all kernel positions of one, from every row).
+
+    The fraction is of units or channels: ⌊fraction · n + ½⌋ go. A removed unit keeps its bias at the best constant;
+    `lobs.shrink` then takes what is gone out of the network. In `prune`, a single number leaves the layer that runs last whole
+    (for units) or the one that runs first (for inputs): those are the network's own outputs and inputs. Name such a layer in
+    a mapping to prune it all the same.
+    """
+
+    fraction: float | Mapping[str, float]
+    what: Literal["units", "inputs"] = "units"
+
+    def __post_init__(self) -> None:
+        _check_fractions(self.fraction, "Structured")
+        if self.what not in ("units", "inputs"):
+            raise TargetError(f"what is '{self.what}': use 'units' or 'inputs'.")
+
+    def count(self, n: int) -> int:
+        """How many of `n` units or channels go."""
+        return math.floor(_single(self.fraction, "Structured") * n + 0.5)
+
+    def inside(self, order: Sequence[str]) -> Structured:
+        """The same for layers that run in this order, with the network's own inputs or outputs left whole."""
+        if isinstance(self.fraction, Mapping):
+            return self
+        inner = order[1:] if self.what == "inputs" else order[:-1]
+        if not inner:
+            raise TargetError(
+                f"there is only layer '{order[0]}', whose {self.what} are the network's own. Structured({{'{order[0]}': "
+                f"{self.fraction:g}}}, '{self.what}') removes them all the same."
+            )
+        return replace(self, fraction=dict.fromkeys(inner, self.fraction))
+
+
+Pattern: TypeAlias = NByM | Block | Structured
+Target: TypeAlias = Sparsity | ErrorBudget | Budget | Pattern
 
 
 def as_target(target: Target | float) -> Target:
     """Let a bare number stand for `Sparsity`."""
-    if isinstance(target, Sparsity | ErrorBudget | Budget):
+    if isinstance(target, Target):
         return target
     if isinstance(target, Real) and not isinstance(target, bool):
         return Sparsity(float(target))
-    raise TargetError(f"target {target!r} is not one of ours: use Sparsity(fraction) or ErrorBudget(epsilon).")
+    raise TargetError(f"target {target!r} is not one of ours: use Sparsity, Budget, ErrorBudget, NByM, Block or Structured.")
 
 
 def for_layer(target: Target, name: str) -> Target | None:
@@ -132,6 +233,12 @@ def for_layer(target: Target, name: str) -> Target | None:
         case ErrorBudget(epsilon=Mapping() as table, relative=relative):
             value = _lookup(table, name)
             return None if value is None else ErrorBudget(value, relative)
+        case NByM(n=Mapping() as table):
+            kept = _lookup(table, name)
+            return None if kept is None else replace(target, n=kept)
+        case Block(fraction=Mapping() as table) | Structured(fraction=Mapping() as table):
+            value = _lookup(table, name)
+            return None if value is None else replace(target, fraction=value)
     return target
 
 
@@ -150,6 +257,10 @@ def _keys(target: Target) -> list[str]:
             tables = [target.fraction, target.keep_at_least, target.keep_at_most]
         case ErrorBudget():
             tables = [target.epsilon]
+        case NByM():
+            tables = [target.n]
+        case Block() | Structured():
+            tables = [target.fraction]
         case Budget():
             tables = [target.keep_at_least, target.keep_at_most]
     return [key for table in tables if isinstance(table, Mapping) for key in table]
@@ -176,6 +287,12 @@ def _lookup(table: Mapping[str, T], name: str) -> T | None:
     if name in table:
         return table[name]
     return next((value for key, value in table.items() if fnmatchcase(name, key)), None)
+
+
+def _check_fractions(fraction: float | Mapping[str, float], kind: str) -> None:
+    for where, value in _entries(fraction):
+        if not 0.0 <= value <= 1.0:
+            raise TargetError(f"{kind}{where} is {value:g}: the fraction removed must lie between 0 and 1 (90 % is 0.9).")
 
 
 def _entries(value: float | Mapping[str, float]) -> list[tuple[str, float]]:

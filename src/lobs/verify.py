@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lobs.batchnorm import borrow_statistics
 from lobs.bounds import distances
 from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
@@ -88,7 +89,10 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
         apart = distances(dense, pruned, batches, [(before[name], after[name]) for name in recorded])
         return [_compare(name, recorded[name], e / max(1, n), z / max(1, n)) for name, (e, z, n) in apart.layers.items()]
     on_pruned = inputs == "pruned"
-    watched = pruned if on_pruned else dense
+    watched = dense
+    if on_pruned:
+        watched = copy.deepcopy(pruned)
+        borrow_statistics(watched, dense)  # errors were measured before batch norms were re-estimated
     layers = find_layers(watched, recorded)
     with _counting(watched, layers) as calls:
         calibration: Mapping[str, Moments] = collect(watched, batches, layers)

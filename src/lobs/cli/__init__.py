@@ -8,7 +8,7 @@ import sys
 import typer
 
 from lobs import __version__
-from lobs.cli import bench, common, demo, eval_, export_, inspect_, prune, sweep, train, verify
+from lobs.cli import bench, common, demo, eval_, export_, inspect_, prune, shrink, sweep, train, verify
 from lobs.errors import LobsError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command()(train.train)
 app.command(name="eval")(eval_.evaluate)
 app.command(name="inspect")(inspect_.inspect)
 app.command()(prune.prune)
+app.command()(shrink.shrink)
 app.command()(sweep.sweep)
 app.command()(verify.verify)
 app.command()(export_.export)

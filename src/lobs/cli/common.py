@@ -31,7 +31,10 @@ TrustOption = Annotated[
 ]
 SolverOption = Annotated[
     str,
-    typer.Option(help="exact, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, apozw or random."),
+    typer.Option(
+        help="auto, exact, exact+refine, admm, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, apozw "
+        "or random."
+    ),
 ]
 LayersOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to prune; repeat for more.")]
 SkipOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to leave alone; repeat for more.")]
@@ -148,7 +151,7 @@ def require_one(**options: Any) -> None:
     """Exactly one of several options must be given."""
     given = [name for name, value in options.items() if value is not None]
     if len(given) != 1:
-        names = ", ".join(f"--{name}" for name in options)
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
         raise LobsError(f"give exactly one of {names}" + (f", not {' and '.join(given)}." if given else "."))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lobs.cli.budgets import BytesOption, FlopsOption, MaxDropOption, ParametersOption, budget_target, score_of
 from lobs.cli.common import (
     JsonOption,
     LayersOption,
@@ -25,6 +26,7 @@ from lobs.cli.common import (
     say,
     writable,
 )
+from lobs.cli.patterns import BlockOption, PatternOption, StructuredOption, pattern_target
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -37,16 +39,34 @@ def prune(
     sparsity: Annotated[str | None, typer.Option(help="Fraction removed, in the same forms.")] = None,
     epsilon: Annotated[str | None, typer.Option(help="Largest layer error √E allowed, in the same forms.")] = None,
     relative: Annotated[bool, typer.Option("--relative", help="ε is relative to the layer's output norm.")] = False,
+    parameters: ParametersOption = None,
+    flops: FlopsOption = None,
+    size: BytesOption = None,
+    max_drop: MaxDropOption = None,
     scope: Annotated[
-        str, typer.Option(help="layer: the fraction of each; network: of all, shared where it costs least.")
-    ] = "layer",
-    solver: SolverOption = "exact",
-    inputs: Annotated[str, typer.Option(help="dense, or pruned: layers see what pruned layers before them give.")] = "dense",
+        str | None,
+        typer.Option(
+            help="layer: the fraction of each; network: of all, shared where it costs least, as is one number by default."
+        ),
+    ] = None,
+    pattern: PatternOption = None,
+    block: BlockOption = None,
+    structured: StructuredOption = None,
+    solver: SolverOption = "auto",
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="asymmetric: layers see what pruned layers before them give and mend it; pruned: they see it; dense: they "
+            "do not. asymmetric by default, dense with --epsilon."
+        ),
+    ] = None,
+    passes: Annotated[int, typer.Option(min=1, help="How often a budget for the whole network is shared out.")] = 2,
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
     prune_bias: Annotated[bool, typer.Option("--prune-bias", help="Let biases be removed too.")] = False,
     damping: Annotated[float | None, typer.Option(min=0, help="λ added to every Ψ; chosen by default.")] = None,
+    batch_norm: Annotated[bool, typer.Option(help="Re-estimate batch norms' statistics, where that helps.")] = True,
     out: Annotated[Path | None, typer.Option(help="Where to save the pruned network (safetensors).")] = None,
     report: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
     trust: TrustOption = False,
@@ -57,10 +77,15 @@ def prune(
     Examples: `lobs prune lenet300 --keep fc1=6.7%,fc2=20%,fc3=65% --out small.safetensors --report report.html`;
     `lobs prune mycode:network --epsilon 0.1 --relative`
     """
-    require_one(keep=keep, sparsity=sparsity, epsilon=epsilon)
+    require_one(
+        keep=keep, sparsity=sparsity, epsilon=epsilon, pattern=pattern,
+        parameters=parameters, flops=flops, bytes=size, max_drop=max_drop,
+    )  # fmt: skip
     if relative and epsilon is None:
         raise LobsError("--relative goes with --epsilon.")
-    target = _target(keep, sparsity, epsilon, relative, scope)
+    shaped = pattern_target(pattern, block, structured, keep, sparsity, scope)
+    budget = budget_target(parameters, flops, size, max_drop, scope)
+    target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope)
     writable(out)
     writable(report)
 
@@ -81,8 +106,11 @@ def prune(
             progress=not json,
             prune_bias=prune_bias,
             damping=damping,
+            batch_norm=batch_norm,
             diagnostics=report is not None,
             held_out=subject.held_out,
+            evaluate=score_of(subject, max_drop),
+            passes=passes,
         )
     after = subject.score(result.model)
     written = _write(result, subject, solver, before, after, out, report)
@@ -98,12 +126,12 @@ def prune(
         say("not saved: give --out FILE to keep the pruned network")
 
 
-def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool, scope: str) -> Target:
+def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool, scope: str | None) -> Target:
     from lobs.errors import TargetError
     from lobs.targets import ErrorBudget, Sparsity
 
     if epsilon is not None:
-        if scope != "layer":
+        if scope == "network":
             raise TargetError("--scope goes with --keep or --sparsity; ε is each layer's own.")
         return ErrorBudget(parse_fractions(epsilon, "--epsilon"), relative=relative)
     if keep is not None:

@@ -16,6 +16,7 @@ from torch import nn
 from lobs import checkpoint, zoo
 from lobs.calibrate import batch_size
 from lobs.errors import FileError, LobsError
+from lobs.shrinking import fit_to
 from lobs.zoo.training import error_rate
 
 
@@ -114,7 +115,8 @@ def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
     require_trust(path, network, trust)
     base = _from_zoo(network, samples) if network in zoo.ZOO else _from_function(network, samples)
     try:
-        base.model.load_state_dict(saved.state_dict)
+        load = fit_to if saved.record.get("shrunk") else nn.Module.load_state_dict
+        load(base.model, saved.state_dict)
     except RuntimeError as error:
         raise FileError(f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}") from error
     return Subject(

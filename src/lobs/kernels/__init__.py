@@ -1,14 +1,25 @@
-"""The hot loop of exact greedy OBS, one function with two backends.
+"""The hot loops, each one function with two backends: `greedy`, exact greedy OBS, and `swap`, which improves its masks.
 
-Both take the inverse A of an equilibrated moment and rows of equally scaled weights, and remove from every row, one at a
-time, the weight of least w²/A_qq, downdating that row's inverse after each deletion (A ← A − A_:q A_q:/A_qq). This
+Greedy: both take the inverse A of an equilibrated moment and rows of equally scaled weights, and remove from every row, one
+at a time, the weight of least w²/A_qq, downdating that row's inverse after each deletion (A ← A − A_:q A_q:/A_qq). This
 *is* a pivoted Cholesky factorisation of A. The first `protected` columns are never removed but take part in everything.
+A `Quota` lets every group of columns give only so many; without one all columns go.
 They return, per row, the order of deletion (int32) and what each deletion cost (float64).
+
+Swap: the state of a row with support S is the symmetric sweep of the Gram matrix G over S,
+
+    M_SS = −G_SS⁻¹,  M_SN = G_SS⁻¹ G_SN,  M_NN = G_NN − G_NS G_SS⁻¹ G_SN,
+
+beside y: the weights on S and, off it, how the residual leans on each input. Letting q in lowers the error by y_q²/M_qq,
+taking p out raises it by −y_p²/M_pp, and what a swap of the two does follows from M_pq: all exact. A swap is two rank-1 updates
+of M, of which only the diagonal, the pairs that may swap and the columns asked for are ever formed. The best swap of a row is
+made until none helps; a group swaps once, so that a column that has swapped is never asked for again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal, TypeAlias
@@ -19,35 +30,90 @@ from torch import Tensor
 from lobs.errors import SolverError
 
 Backend: TypeAlias = Literal["auto", "torch", "compiled"]
-Kernel: TypeAlias = Callable[[Tensor, Tensor, int, str], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Quota:
+    """How many columns each group may lose: `group[j]` is column j's, `allowed[group]` its number; int64, on the CPU."""
+
+    group: Tensor
+    allowed: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Swaps:
+    """What `swap` starts from, for several rows: M in the parts that are needed, and y.
+
+    `kept` holds the support's columns in order, `inverse` G_SS⁻¹ over them, `p` and `q` the pairs of a kept and a removed
+    column that may change places, `off` M at those pairs, `group` the columns' groups, −1 for none.
+    """
+
+    gram: Tensor
+    inverse: Tensor
+    kept: Tensor
+    group: Tensor
+    mask: Tensor
+    y: Tensor
+    diagonal: Tensor
+    p: Tensor
+    q: Tensor
+    off: Tensor
+    error: Tensor
+
+
+Kernel: TypeAlias = Callable[[Tensor, Tensor, int, Quota, str], tuple[Tensor, Tensor]]
 
 
 def greedy(
-    inverse: Tensor, weight: Tensor, protected: int, *, backend: Backend = "auto", label: str = "exact"
+    inverse: Tensor,
+    weight: Tensor,
+    protected: int,
+    quota: Quota | None = None,
+    *,
+    backend: Backend = "auto",
+    label: str = "exact",
 ) -> tuple[Tensor, Tensor]:
-    """Run greedy deletion to the end for every row, in the dtype of `inverse`."""
+    """Run greedy deletion to the end, or until every group has given its quota, in the dtype of `inverse`."""
+    if quota is None:  # all columns are one group, which gives all it has
+        d = weight.shape[1]
+        quota = Quota(torch.zeros(d, dtype=torch.int64), torch.tensor([d - protected]))
     # Scaling a row scales its losses; done in float64, so that float32 holds them whatever the layer's units.
     weight = weight.to(torch.float64)
     size = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     rows = (weight / size).to(inverse.dtype)
-    order, losses = _backend(backend, inverse)(inverse.contiguous(), rows, protected, label)
+    order, losses = _greedy_rows(backend, inverse)(inverse.contiguous(), rows, protected, quota, label)
     return order, losses.to(torch.float64) * size.square()
 
 
-def _backend(name: Backend, inverse: Tensor) -> Kernel:
+def swap(state: Swaps, worth: float, *, backend: Backend = "auto") -> Tensor:
+    """Swap in every row while the best swap lowers its error by more than `worth` times what it was; return the new mask."""
+    if _compiled(backend, state.gram):
+        from lobs.kernels.compiled_group_swaps import swap_rows as compiled_rows
+
+        return compiled_rows(state, worth)
+    from lobs.kernels.torch_group_swaps import swap_rows
+
+    return swap_rows(state, worth)
+
+
+def _greedy_rows(backend: Backend, inverse: Tensor) -> Kernel:
+    if _compiled(backend, inverse):
+        from lobs.kernels.compiled_greedy import greedy_rows as compiled_rows
+
+        return compiled_rows
+    from lobs.kernels.torch_greedy import greedy_rows
+
+    return greedy_rows
+
+
+def _compiled(name: Backend, matrix: Tensor) -> bool:
     if name not in ("auto", "torch", "compiled"):
         raise SolverError(f"unknown backend '{name}'. There are: auto, torch, compiled.")
-    on_cpu = inverse.device.type == "cpu" and inverse.dtype in (torch.float32, torch.float64)
-    has_numba = find_spec("numba") is not None
-    if name == "compiled" and not (on_cpu and has_numba):
+    on_cpu = matrix.device.type == "cpu" and matrix.dtype in (torch.float32, torch.float64)
+    possible = on_cpu and find_spec("numba") is not None
+    if name == "compiled" and not possible:
         raise SolverError("the compiled backend needs numba and CPU tensors in float32 or float64. Use 'torch'.")
-    if name == "torch" or not (on_cpu and has_numba):
-        from lobs.kernels.torch_greedy import greedy_rows
-
-        return greedy_rows
-    from lobs.kernels.compiled_greedy import greedy_rows as compiled_rows
-
-    return compiled_rows
+    return possible and name != "torch"
 
 
 def improve(
@@ -107,10 +173,10 @@ def _trades(
 
 
 def _swaps(name: Backend, gram: Tensor) -> ModuleType:
+    if _compiled(name, gram):
+        from lobs.kernels import compiled_swaps
+
+        return compiled_swaps
     from lobs.kernels import torch_swaps
 
-    if name == "torch" or _backend(name, gram) is _backend("torch", gram):
-        return torch_swaps
-    from lobs.kernels import compiled_swaps
-
-    return compiled_swaps
+    return torch_swaps

@@ -10,97 +10,103 @@ Threads are plain Python threads around a GIL-free kernel: no second threading r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from lobs.kernels import Quota
+from lobs.kernels.compiling import compiled, spans
 from lobs.progress import track
 
 _PANEL = 32  # a multiple of 8, see _downdate
 _TILE = 256
 _REMOVED = 1e18  # weight given to a removed position: its score, 1e36, is never the least, and float32 holds it
+_LOCKED = 1e30  # added to the score of a position whose group has given its quota
 
 
-def _compile(function: Callable[..., Any]) -> Any:
-    """Compile without the GIL and keep the result on disk; where nothing can be kept, compile anew in every process."""
-    # Reordering sums is allowed, assuming away NaN and infinity is not.
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba's word for "no folder to write to"
-        return numba.njit(**options)(function)
-
-
-def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, label: str) -> tuple[Tensor, Tensor]:
+def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str) -> tuple[Tensor, Tensor]:
     """See `lobs.kernels`."""
-    rows, d = weight.shape
-    order = np.empty((rows, d - protected), np.int32)
-    losses = np.empty((rows, d - protected), weight.numpy().dtype)
+    rows = len(weight)
+    steps = int(quota.allowed.sum())
+    order = np.empty((rows, steps), np.int32)
+    losses = np.empty((rows, steps), weight.numpy().dtype)
     a, w = inverse.numpy(), weight.contiguous().numpy()
-    threads = max(1, torch.get_num_threads())
-    chunk = max(1, min(16, rows // (threads * 4)))
-    if rows <= chunk:  # a thousand groups of one row each: starting a thread would take longer than the work
-        _greedy_span(a, w, protected, order, losses)
+    group, allowed = quota.group.numpy(), quota.allowed.numpy()
+    pieces = spans(rows)
+    if len(pieces) < 2:  # a thousand groups of one row each: starting a thread would take longer than the work
+        _greedy_span(a, w, protected, group, allowed, order, losses)
         return torch.from_numpy(order), torch.from_numpy(losses)
-    with track(label, rows) as advance, ThreadPoolExecutor(threads) as pool:
-        spans = [(lo, min(rows, lo + chunk)) for lo in range(0, rows, chunk)]
-        jobs = [pool.submit(_greedy_span, a, w[lo:hi], protected, order[lo:hi], losses[lo:hi]) for lo, hi in spans]
-        for job, (lo, hi) in zip(jobs, spans, strict=True):
+    with track(label, rows) as advance, ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        jobs = [
+            pool.submit(_greedy_span, a, w[lo:hi], protected, group, allowed, order[lo:hi], losses[lo:hi]) for lo, hi in pieces
+        ]
+        for job, (lo, hi) in zip(jobs, pieces, strict=True):
             job.result()
             advance(hi - lo)
     return torch.from_numpy(order), torch.from_numpy(losses)
 
 
-@_compile
-def _greedy_span(inverse, weight, protected, order, losses):
+@compiled
+def _greedy_span(inverse, weight, protected, group, allowed, order, losses):
     d = weight.shape[1]
     a = np.empty((d, d), weight.dtype)
     u = np.empty((_PANEL, d), weight.dtype)
     for row in range(weight.shape[0]):
         a[:, :] = inverse
-        _greedy_row(a, u, weight[row].copy(), protected, order[row], losses[row])
+        _greedy_row(a, u, weight[row].copy(), protected, group, allowed.copy(), order[row], losses[row])
 
 
-@_compile
-def _greedy_row(a, u, w, protected, order, losses):
+@compiled
+def _greedy_row(a, u, w, protected, group, left, order, losses):
     alive = w.shape[0]
+    lock = np.zeros_like(w)
+    for j in range(alive):
+        lock[j] = 0 if left[group[j]] > 0 else _LOCKED
     column_of = np.arange(alive)
     diag = np.diag(a).copy()
     removed = np.empty(_PANEL, np.int64)
-    steps = alive - protected
+    steps = len(order)
     for start in range(0, steps, _PANEL):
         panel = min(_PANEL, steps - start)
         for t in range(panel):
-            q = _least_important(w, diag, protected, alive)
+            q = _least_important(w, diag, lock, protected, alive)
             order[start + t] = column_of[q]
             losses[start + t] = _delete(a[q], u, t, q, w, diag, removed, alive)
+            _count_off(group, left, lock, column_of, column_of[q], alive)
         if panel == _PANEL:
-            alive = _fill_holes(a, u, w, diag, column_of, np.sort(removed), alive)
+            alive = _fill_holes(a, u, w, diag, lock, column_of, np.sort(removed), alive)
             _downdate(a, u, alive)
 
 
-@_compile
-def _least_important(w, diag, protected, alive):
-    least = w[protected] * w[protected] / diag[protected]
+@compiled
+def _least_important(w, diag, lock, protected, alive):
+    least = w[protected] * w[protected] / diag[protected] + lock[protected]
     for j in range(protected, alive):  # a plain minimum vectorises, an argmin does not
-        least = min(least, w[j] * w[j] / diag[j])
+        least = min(least, w[j] * w[j] / diag[j] + lock[j])
     for j in range(protected, alive):
-        if w[j] * w[j] / diag[j] <= least:
+        if w[j] * w[j] / diag[j] + lock[j] <= least:
             return j
     # Rounding may differ between the two loops: fall back to a plain argmin.
     best = protected
     for j in range(protected, alive):
-        if w[j] * w[j] * diag[best] < w[best] * w[best] * diag[j]:
+        if lock[j] < lock[best] or (lock[j] == lock[best] and w[j] * w[j] * diag[best] < w[best] * w[best] * diag[j]):
             best = j
     return best
 
 
-@_compile
+@compiled
+def _count_off(group, left, lock, column_of, column, alive):
+    """Note that a column went, and lock the rest of its group if that was its last to give."""
+    left[group[column]] -= 1
+    if left[group[column]] == 0:
+        for j in range(alive):
+            if group[column_of[j]] == group[column]:
+                lock[j] = _LOCKED
+
+
+@compiled
 def _delete(row, u, t, q, w, diag, removed, alive):
     """Form the panel's t-th factor from row q of A, move the weights, return the loss."""
     c = u[t]
@@ -135,8 +141,8 @@ def _delete(row, u, t, q, w, diag, removed, alive):
     return loss
 
 
-@_compile
-def _fill_holes(a, u, w, diag, column_of, holes, alive):
+@compiled
+def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
     """Move the last survivors into the removed positions (sorted), so that the survivors stand at the front."""
     left = alive - len(holes)
     moves = 0
@@ -151,7 +157,7 @@ def _fill_holes(a, u, w, diag, column_of, holes, alive):
         moves += 1
     for k in range(moves):
         to, source = holes[k], sources[k]
-        w[to], diag[to], column_of[to] = w[source], diag[source], column_of[source]
+        w[to], diag[to], lock[to], column_of[to] = w[source], diag[source], lock[source], column_of[source]
         for s in range(_PANEL):
             u[s, to] = u[s, source]
         for j in range(alive):
@@ -162,7 +168,7 @@ def _fill_holes(a, u, w, diag, column_of, holes, alive):
     return left
 
 
-@_compile
+@compiled
 def _downdate(a, u, alive):
     """A ← A − UᵀU on the surviving square, eight factors at a time."""
     for left in range(0, alive, _TILE):
@@ -180,7 +186,7 @@ def _downdate(a, u, alive):
 # Rows are sliced from the whole array, one by one: numba then knows that they are contiguous and vectorises.
 
 
-@_compile
+@compiled
 def _update_four(a, u, i, s, left, right):
     u0, u1, u2, u3 = u[s, left:right], u[s + 1, left:right], u[s + 2, left:right], u[s + 3, left:right]
     u4, u5, u6, u7 = u[s + 4, left:right], u[s + 5, left:right], u[s + 6, left:right], u[s + 7, left:right]
@@ -197,7 +203,7 @@ def _update_four(a, u, i, s, left, right):
         r3[j] -= d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3 + d4 * x4 + d5 * x5 + d6 * x6 + d7 * x7
 
 
-@_compile
+@compiled
 def _update_one(a, u, i, s, left, right):
     u0, u1, u2, u3 = u[s, left:right], u[s + 1, left:right], u[s + 2, left:right], u[s + 3, left:right]
     u4, u5, u6, u7 = u[s + 4, left:right], u[s + 5, left:right], u[s + 6, left:right], u[s + 7, left:right]
@@ -208,6 +214,6 @@ def _update_one(a, u, i, s, left, right):
         r0[j] -= a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3 + a4 * x4 + a5 * x5 + a6 * x6 + a7 * x7
 
 
-@_compile
+@compiled
 def _eight(u, s, i):
     return u[s, i], u[s + 1, i], u[s + 2, i], u[s + 3, i], u[s + 4, i], u[s + 5, i], u[s + 6, i], u[s + 7, i]

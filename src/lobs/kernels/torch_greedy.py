@@ -9,29 +9,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lobs.kernels import Quota
 from lobs.progress import track
 
 _BATCH_ELEMENTS = 2**26  # factor entries alive at once: 256 MB in float32
 
 
-def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, label: str) -> tuple[Tensor, Tensor]:
+def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str) -> tuple[Tensor, Tensor]:
     """See `lobs.kernels`."""
     rows, d = weight.shape
-    steps = d - protected
+    steps = int(quota.allowed.sum())
     order = torch.empty(rows, steps, dtype=torch.int32, device=weight.device)
     losses = torch.empty(rows, steps, dtype=weight.dtype, device=weight.device)
     batch = max(1, _BATCH_ELEMENTS // max(1, steps * d))
     with track(label, rows) as advance:
         for start in range(0, rows, batch):
             part = slice(start, start + batch)
-            order[part], losses[part] = _greedy_batch(inverse, weight[part].clone(), protected)
+            order[part], losses[part] = _greedy_batch(inverse, weight[part].clone(), protected, quota)
             advance(len(order[part]))
     return order, losses
 
 
-def _greedy_batch(inverse: Tensor, w: Tensor, protected: int) -> tuple[Tensor, Tensor]:
+def _greedy_batch(inverse: Tensor, w: Tensor, protected: int, quota: Quota) -> tuple[Tensor, Tensor]:
     rows, d = w.shape
-    steps = d - protected
+    steps = int(quota.allowed.sum())
+    group, left = quota.group.to(w.device), quota.allowed.to(w.device).repeat(rows, 1)
     diag = inverse.diagonal().expand(rows, d).clone()
     alive = torch.ones(rows, d, dtype=torch.bool, device=w.device)
     alive[:, :protected] = False
@@ -40,7 +42,7 @@ def _greedy_batch(inverse: Tensor, w: Tensor, protected: int) -> tuple[Tensor, T
     losses = w.new_empty(rows, steps)
     every = torch.arange(rows, device=w.device)
     for t in range(steps):
-        score = torch.where(alive, w.square() / diag, torch.inf)
+        score = torch.where(alive & (left[:, group] > 0), w.square() / diag, torch.inf)
         q = score.argmin(dim=1)
         done = factor[:, :t]
         column = inverse[q] - torch.einsum("rt,rtd->rd", done[every, :, q], done)
@@ -52,4 +54,5 @@ def _greedy_batch(inverse: Tensor, w: Tensor, protected: int) -> tuple[Tensor, T
         diag -= u.square()
         factor[:, t] = u
         alive[every, q] = False
+        left[every, group[q]] -= 1
     return order, losses

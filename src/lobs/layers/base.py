@@ -204,6 +204,11 @@ class Layer(ABC):
         spans = [(p, len(p.parameter(self.module)) if p.stop is None else p.stop) for p in parts]
         return {f"{self.prefix}{part.key}": (part.start, stop) for part, stop in spans}
 
+    def tensors(self) -> list[Tensor]:
+        """The whole parameters that hold this layer's numbers."""
+        parts = [self.weight_part] + ([] if self.bias is None else [self.bias_part])
+        return [part.parameter(self.module) for part in parts]
+
     def on_input(self, callback: OnInput) -> Handle:
         """Call back with what the weight multiplies, before every output of every module that uses it; see `Handle`.
 

@@ -16,7 +16,7 @@ from lobs.solvers.exact import Exact
 from lobs.solvers.refine import Refine
 from lobs.solvers.search import swap
 from lobs.solvers.support import on_support
-from lobs.targets import Sparsity, Target
+from lobs.targets import Block, NByM, Sparsity, Structured, Target
 
 # Seconds per 10⁹ multiply-adds on two cores, fitted by `python -m benchmarks.rivals --costs`; only their ratios matter here.
 _EXACT = 0.024
@@ -28,7 +28,8 @@ _FACTOR = 0.030
 class Auto:
     """Exact greedy where it costs no more than `patience` times alternating directions, these otherwise; then swaps.
 
-    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short.
+    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short. Patterns go to the
+    solvers made for them, which weigh their costs themselves.
     """
 
     patience: float = 3.0
@@ -37,6 +38,9 @@ class Auto:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""
+        match target:
+            case NByM() | Block() | Structured():
+                return Exact()(problem, target)
         first = self.start(problem)
         if isinstance(first, ADMM) and isinstance(target, Sparsity):
             return self._from_support(problem, first.support(problem, target.count(problem.prunable)))

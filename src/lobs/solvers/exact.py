@@ -16,8 +16,11 @@ from torch import Tensor
 from lobs import kernels, linalg
 from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, Solution, choose_count
-from lobs.solvers.support import on_support, single_precision
-from lobs.targets import ErrorBudget, Target
+from lobs.solvers.blocks import solve_blocks
+from lobs.solvers.nbym import solve_nbym
+from lobs.solvers.structured import solve_structured
+from lobs.solvers.support import on_support, sweep_dtype
+from lobs.targets import Block, ErrorBudget, NByM, Structured, Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,15 +101,21 @@ class Exact:
         return DeletionPath(problem, problem.metrics, torch.stack(columns), torch.stack(losses))
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
-        """Solve; see the class."""
+        """Solve; see the class. Patterns have ways of their own."""
+        match target:
+            case NByM():
+                return solve_nbym(problem, target, backend=self.backend)
+            case Block():
+                return solve_blocks(problem, target)
+            case Structured():
+                return solve_structured(problem, target)
         return self.path(problem).solve(target)
 
     def _sweep(self, metric: linalg.Metric, weight: Tensor, protected: int, name: str) -> tuple[Tensor, Tensor]:
         d = weight.shape[-1]
-        dtype = torch.float32 if single_precision(metric, weight) else torch.float64
         # Kernels want the protected columns first; the bias stands last.
         to_front = torch.arange(d, device=weight.device).roll(protected)
-        inverse = metric.inverse[to_front][:, to_front].to(dtype)
+        inverse = metric.inverse[to_front][:, to_front].to(sweep_dtype(metric, weight))
         scaled = metric.scaled(weight)[:, to_front]
         order, losses = kernels.greedy(inverse, scaled, protected, backend=self.backend, label=f"exact {name}")
         return to_front[order.long()].to(torch.int32), losses

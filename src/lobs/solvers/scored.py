@@ -12,7 +12,8 @@ from lobs import scores
 from lobs.errors import SolverError
 from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, Solution, choose_count, finish
-from lobs.targets import Target
+from lobs.solvers.nbym import largest_of_groups, quota_of
+from lobs.targets import NByM, Target
 
 _SCORES: dict[str, Callable[[Problem], Tensor]] = {
     "magnitude": scores.magnitude,
@@ -23,7 +24,7 @@ _SCORES: dict[str, Callable[[Problem], Tensor]] = {
 
 @dataclass(frozen=True)
 class Scored:
-    """Mask by score, weights untouched. Time and memory of one sort of the layer; `seed` is for `random` alone."""
+    """Mask by score, weights untouched; n:m too. Time and memory of one sort of the layer; `seed` is for `random` alone."""
 
     score: str = "magnitude"
     seed: int = 0
@@ -43,6 +44,8 @@ class Scored:
         shape = tuple(problem.weight.shape)
         order = removal_order(values, problem.protected)
         weight = problem.weight.to(torch.float64)
+        if isinstance(target, NByM):
+            return finish(problem, weight, largest_of_groups(values, quota_of(problem, target)))
 
         def solution_at(count: int) -> Solution:
             return finish(problem, weight, mask_from_order(order, count, shape))

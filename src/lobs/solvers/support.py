@@ -20,6 +20,11 @@ def single_precision(metric: linalg.Metric, weight: Tensor) -> bool:
     return weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
 
 
+def sweep_dtype(metric: linalg.Metric, weight: Tensor) -> torch.dtype:
+    """What a search for a support runs in: float32 where it may."""
+    return torch.float32 if single_precision(metric, weight) else torch.float64
+
+
 def stacked(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Equilibrated moments and weights of all groups, (groups, d, d) and (groups, rows, d); float64 where weights are."""
     kind = torch.float64 if problem.weight.dtype == torch.float64 else dtype

@@ -1,0 +1,66 @@
+"""Options for patterns, and the target they spell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lobs.cli.common import complement, parse_fractions
+from lobs.errors import TargetError
+
+if TYPE_CHECKING:
+    from lobs.targets import Target
+
+PatternOption = Annotated[
+    str | None, typer.Option(help="Keep n of every m weights: 2:4, 4:8, or fc1=2:4,fc*=1:4 with one m for all.")
+]
+BlockOption = Annotated[str | None, typer.Option(help="With --keep or --sparsity: remove whole blocks, such as 1x4 or 4x4.")]
+StructuredOption = Annotated[
+    str | None, typer.Option(help="With --keep or --sparsity: remove whole units, or whole inputs (input channels).")
+]
+
+
+def pattern_target(
+    pattern: str | None, block: str | None, structured: str | None, keep: str | None, sparsity: str | None, scope: str | None
+) -> Target | None:
+    """The target that the options ask for; None where they ask for no pattern."""
+    from lobs.targets import Block, Structured
+
+    if not (pattern or block or structured):
+        return None
+    if (pattern is not None) + (block is not None) + (structured is not None) > 1:
+        raise TargetError("give one of --pattern, --block and --structured.")
+    if scope == "network":
+        raise TargetError("--scope network does not go with patterns; they are each layer's own.")
+    if pattern is not None:
+        return _n_by_m(pattern)
+    if keep is None and sparsity is None:
+        raise TargetError(f"--{'block' if block else 'structured'} goes with --keep or --sparsity.")
+    fraction = complement(parse_fractions(keep, "--keep")) if keep else parse_fractions(sparsity or "", "--sparsity")
+    if block is not None:
+        return Block(fraction, _sides(block))
+    return Structured(fraction, structured)  # type: ignore[arg-type]  # checked there, with the choices in its message
+
+
+def _n_by_m(text: str) -> Target:
+    from lobs.targets import NByM
+
+    pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
+    try:
+        parsed = {name.strip(): tuple(int(x) for x in value.split(":")) for name, _, value in pairs}
+        (m,) = {m for _, m in parsed.values()}
+    except ValueError:
+        raise TargetError(
+            f"--pattern {text!r} is not n:m, or name=n:m pairs with one m. Examples: 2:4, fc1=2:4,fc*=1:4."
+        ) from None
+    kept = {name: n for name, (n, _) in parsed.items()}
+    return NByM(kept[""] if set(kept) == {""} else kept, m)
+
+
+def _sides(text: str) -> tuple[int, int]:
+    try:
+        high, wide = (int(side) for side in text.lower().replace("×", "x").split("x"))
+    except ValueError:
+        raise TargetError(f"--block {text!r} is not ROWSxCOLUMNS. Examples: 1x4, 4x4.") from None
+    return high, wide

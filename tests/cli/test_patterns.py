@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lobs import load
+from lobs.cli import app
+from lobs.errors import LobsError
+
+USER_CODE = """
+import torch
+from torch import nn
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    x = torch.randn(200, 12)
+    return model, [x[:100], x[100:]], lambda net: float(net(x).detach().norm())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "patterned.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*args):
+    return CliRunner().invoke(app, list(args), catch_exceptions=False)
+
+
+def prune(*args):
+    return call("prune", "patterned:network", *args, "--out", "p.safetensors")
+
+
+def test_n_by_m_from_the_shell(folder):
+    assert prune("--pattern", "2:4").exit_code == 0
+    masks = load("p.safetensors").masks
+    assert bool((masks["0.weight"].view(8, 3, 4).sum(-1) == 2).all())
+    prune("--pattern", "0=1:4,3=2:4")
+    masks = load("p.safetensors").masks
+    assert bool((masks["0.weight"].view(8, 3, 4).sum(-1) == 1).all()) and bool(masks["5.weight"].all())
+
+
+def test_blocks_from_the_shell(folder):
+    prune("--block", "2x4", "--sparsity", "50%")
+    mask = load("p.safetensors").masks["0.weight"].view(4, 2, 3, 4)
+    assert torch.equal(mask.any(3).any(1), mask.all(3).all(1)) and int(mask.any(3).any(1).sum()) == 6
+
+
+def test_units_from_the_shell_shrink_and_open_again(folder):
+    done = prune("--structured", "units", "--sparsity", "50%")
+    assert "batch norms" in done.output
+    assert call("verify", "p.safetensors", "--trust").exit_code == 0
+    shrunk = call("shrink", "p.safetensors", "--trust", "--out", "small.safetensors", "--json")
+    document = json.loads(shrunk.output)
+    assert document["shrinkage"]["channels"] == {"0": [8, 4], "3": [8, 4], "5": [3, 3]}
+    assert document["after"] == pytest.approx(document["before"], rel=1e-5)
+    again = json.loads(call("eval", "small.safetensors", "--trust", "--json").output)
+    assert document["after"] == pytest.approx(again["value"])
+
+
+def test_batch_norm_can_be_left_alone(folder):
+    done = prune("--sparsity", "50%", "--no-batch-norm")
+    assert "batch norms" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--pattern", "2by4"), "not n:m"),
+        (("--pattern", "0=2:4,3=1:8"), "with one m"),
+        (("--pattern", "6:4"), "0 ≤ n ≤ m"),
+        (("--block", "4", "--keep", "0.5"), "ROWSxCOLUMNS"),
+        (("--structured", "rows", "--keep", "0.5"), "use 'units' or 'inputs'"),
+        (("--structured", "units", "--epsilon", "0.5"), "goes with --keep or --sparsity"),
+        (("--structured", "units", "--block", "1x4", "--keep", "0.5"), "give one of"),
+        (("--pattern", "2:4", "--scope", "network"), "each layer's own"),
+        (("--pattern", "2:4", "--prune-bias"), "does not go with patterns"),
+    ],
+)
+def test_wrong_patterns_are_refused_in_words(folder, args, says):
+    with pytest.raises(LobsError, match=says):
+        prune(*args)

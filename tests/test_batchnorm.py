@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lobs
+from lobs.batchnorm import find_norms, reestimate
+from lobs.bounds import deviation
+from lobs.layers import find_layers
+from lobs.verify import verify_errors
+
+
+def trained_like(model, batches):
+    """Give batch norms statistics that fit, as training would."""
+    for norm in find_norms(model).values():
+        norm.momentum = 0.3
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 1.5)
+            norm.bias.normal_(0, 0.3)
+    model.train()
+    with torch.no_grad():
+        for _ in range(30):
+            for x in batches:
+                model(x)
+    return model.eval()
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 12),
+        nn.BatchNorm1d(12),
+        nn.ReLU(),
+        nn.Linear(12, 3),
+    )
+
+
+def data(sizes=(40, 24, 16)):
+    return [torch.randn(n, 2, 8, 8) + 3 for n in sizes]
+
+
+def inputs_of(model, name, batches):
+    seen = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    with torch.no_grad():
+        for x in batches:
+            model(x)
+    handle.remove()
+    return torch.cat(seen).transpose(0, 1).flatten(1).double()
+
+
+def prune(model, batches, fraction=0.5, inputs="dense", **settings):
+    """Without compensation, so that what normalisations receive really moves."""
+    target = lobs.Sparsity(fraction, scope="layer")
+    return lobs.prune(model, batches, target, solver="magnitude", inputs=inputs, progress=False, **settings)
+
+
+def pruned_without(model, batches):
+    return prune(model, batches, batch_norm=False).model
+
+
+def test_statistics_of_the_first_norm_are_those_of_all_samples_however_batched():
+    batches = data()
+    model = pruned_without(trained_like(network(), batches), batches)
+    reestimate(model, find_layers(model), batches, lambda: None)
+    x = inputs_of(model, "1", batches)
+    torch.testing.assert_close(model[1].running_mean, x.mean(1).float())
+    torch.testing.assert_close(model[1].running_var, x.var(1, correction=1).float())
+
+
+def test_deeper_norms_come_within_a_whisker_of_their_fixed_point():
+    batches = data()
+    model = pruned_without(trained_like(network(), batches), batches)
+    reestimate(model, find_layers(model), batches, lambda: None)
+    for name in ("4", "8"):
+        x = inputs_of(model, name, batches)
+        torch.testing.assert_close(model.get_submodule(name).running_mean, x.mean(1).float(), rtol=0.02, atol=0.02)
+        torch.testing.assert_close(model.get_submodule(name).running_var, x.var(1).float(), rtol=0.02, atol=0.02)
+
+
+def test_one_batch_gives_what_torch_itself_would_keep():
+    (x,) = batches = data((64,))
+    model = pruned_without(trained_like(network(), batches), batches)
+    reference = copy.deepcopy(model)
+    reestimate(model, find_layers(model), batches, lambda: None)
+    for norm in find_norms(reference).values():
+        norm.train()
+        norm.momentum = 1.0
+    with torch.no_grad():
+        reference(x)
+    # torch normalises with the biased variance of the batch and keeps the unbiased one: a factor of 63/64 in the last.
+    for name, norm in find_norms(model).items():
+        torch.testing.assert_close(norm.running_mean, reference.get_submodule(name).running_mean, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(norm.running_var, reference.get_submodule(name).running_var, rtol=0.04, atol=0.02)
+
+
+def test_pruning_reestimates_by_default_and_reports_a_smaller_deviation():
+    batches = data()
+    model = trained_like(network(), batches)
+    result = prune(model, batches)
+    effect = result.batch_norm
+    assert effect is not None and effect.changed and effect.layers == ("1", "4", "8")
+    assert effect.after < effect.before
+    assert result.certificate.measured == pytest.approx(effect.after)
+    assert effect.before == pytest.approx(deviation(model, pruned_without(model, batches), batches))
+    assert "3 batch norms re-estimated" in result.summary() and "re-estimated" in result.settings["batch norm"]
+    assert result.record()["batch_norm"]["after"] == effect.after
+    assert result.model[1].num_batches_tracked == model[1].num_batches_tracked
+
+
+def test_statistics_that_would_make_it_worse_stay_and_that_is_said():
+    batches = data()
+    model = trained_like(network(), batches)
+    pruned = pruned_without(model, batches)
+    before = copy.deepcopy(pruned.state_dict())
+    effect = reestimate(pruned, find_layers(pruned), batches, iter([1.0, 2.0]).__next__)
+    assert effect is not None and not effect.changed and "does not help" in str(effect)
+    assert all(torch.equal(before[k], v) for k, v in pruned.state_dict().items())
+
+
+def test_norms_before_the_first_pruned_layer_are_left_alone():
+    batches = data()
+    model = trained_like(network(), batches)
+    result = prune(model, batches, layers="7")
+    assert result.batch_norm is not None and result.batch_norm.layers == ("8",)
+    for name in ("1", "4"):
+        assert torch.equal(model.get_submodule(name).running_var, result.model.get_submodule(name).running_var)
+
+
+def test_norms_without_running_statistics_and_networks_without_norms_are_left_alone():
+    plain = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.ReLU(), nn.Linear(5, 2))
+    assert lobs.prune(plain, [torch.randn(30, 6)], 0.5, progress=False).batch_norm is None
+
+
+def test_single_samples_as_batches_work():
+    batches = [torch.randn(1, 2, 8, 8) + 3 for _ in range(40)]
+    model = trained_like(network(), [torch.cat(batches)])
+    effect = prune(model, batches).batch_norm
+    assert effect is not None and effect.after < effect.before
+
+
+def test_no_bound_is_claimed_for_changed_statistics():
+    batches = data()
+    model = trained_like(network(), batches)
+    changed = prune(model, batches)
+    assert changed.certificate.bound is None and "batch norm" in changed.certificate.reason
+    assert lobs.certify(model, changed.model, batches).bound is None
+    kept = prune(model, batches, batch_norm=False)
+    assert kept.batch_norm is None and kept.certificate.bound >= kept.certificate.measured
+
+
+@pytest.mark.parametrize("inputs", ["dense", "pruned", "asymmetric"])
+def test_recorded_errors_verify_after_reestimation(tmp_path, inputs):
+    batches = data()
+    model = trained_like(network(), batches)
+    result = prune(model, batches, inputs=inputs)
+    assert result.batch_norm is not None and result.batch_norm.changed
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    findings = verify_errors(saved, model, result.model, batches)
+    assert findings and all(f.holds for f in findings), findings
+
+
+def test_exact_compensation_is_judged_by_the_same_measure():
+    batches = data()
+    model = trained_like(network(), batches)
+    result = lobs.prune(model, batches, 0.8, progress=False)
+    effect = result.batch_norm
+    assert effect is not None and effect.changed == (effect.after < effect.before)
+    assert result.certificate.measured == pytest.approx(min(effect.before, effect.after))
