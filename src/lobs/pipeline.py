@@ -44,7 +44,8 @@ def prune(
         model: a trained network; untouched unless `inplace`, and then written only after everything has succeeded.
         batches: unlabelled inputs, a few hundred or more: an iterable of tensors, of tuples whose first item is the input, or
             of mappings of keyword arguments. They are run several times; a generator is read into a list first.
-        target: `Sparsity`, `Budget`, `ErrorBudget`, `NByM`, `Block`, `Structured`, or a number for the fraction removed from the
+        target: `Sparsity`, `Budget`, `ErrorBudget`, `NByM`, `Block`, `Structured`, or a number for the fraction removed from
+        the
             network as a whole.
         solver: a name from `SOLVERS`, or a solver.
         inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned layers before it give and must

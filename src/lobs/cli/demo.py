@@ -37,7 +37,7 @@ def demo(
     subject = open_subject("lenet300", samples)
     before = subject.score(subject.model)
     by_layer = Sparsity({name: 1 - kept for name, kept in KEPT.items()})
-    runs = []
+    runs: list[Run] = []
     with notes():
         for solver, label in METHODS.items():
             if not json:
