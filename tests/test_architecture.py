@@ -12,7 +12,7 @@ import lobs
 ROOT = Path(lobs.__file__).parent
 FLOORS = [
     {"errors", "progress", "__version__"},
-    {"linalg", "targets"},
+    {"linalg", "targets", "holding"},
     {"problem", "layers"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "calibrate"},

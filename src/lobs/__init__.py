@@ -41,6 +41,10 @@ _HOMES = {
     # files
     "save": "lobs.checkpoint",
     "load": "lobs.checkpoint",
+    # zeros that stay
+    "hold": "lobs.holding",
+    "Hold": "lobs.holding",
+    "apply_masks": "lobs.holding",
     # trust
     "Certificate": "lobs.ledger",
     "certify": "lobs.bounds",
@@ -53,6 +57,7 @@ _ROOMS = (
     "ledger",
     "calibrate",
     "checkpoint",
+    "holding",
     "kernels",
     "layers",
     "linalg",
@@ -70,6 +75,7 @@ __all__ = [
     "Certificate",
     "ErrorBudget",
     "Exact",
+    "Hold",
     "LayerResult",
     "LobsError",
     "NumericalWarning",
@@ -81,8 +87,10 @@ __all__ = [
     "Solver",
     "Sparsity",
     "__version__",
+    "apply_masks",
     "certify",
     "collect",
+    "hold",
     "load",
     "prune",
     "save",
@@ -94,6 +102,7 @@ if TYPE_CHECKING:
     from lobs.calibrate import Calibration, collect
     from lobs.checkpoint import load, save
     from lobs.errors import LobsError, NumericalWarning
+    from lobs.holding import Hold, apply_masks, hold
     from lobs.ledger import Certificate
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver

@@ -31,6 +31,10 @@ class FileError(LobsError):
     """A file that is missing, damaged, or was not written by `lobs`."""
 
 
+class MaskError(LobsError, ValueError):
+    """Masks that do not fit the network they are meant for."""
+
+
 class DataError(LobsError):
     """A data set that is missing or whose files fail their hash check."""
 

@@ -1,0 +1,177 @@
+"""Keep removed weights at zero while a network is trained further, whatever the optimiser does.
+
+`hold` hooks three places. Gradients of removed weights are zeroed as they arrive, so that clipping and line searches see the
+pruned network only. Before a step, gradients set by hand are zeroed too. After it, the weights and every piece of optimiser
+state in a parameter's shape (momentum, Adam's moments) are filled with zeros: filled, not multiplied, so that an infinity or a
+NaN of a failed mixed-precision step leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lobs.errors import MaskError
+
+_WRAPPERS = ("_orig_mod.", "module.")  # torch.compile; DataParallel, AveragedModel
+
+
+class Hold:
+    """The hooks that keep zeros; made by `hold`. `remove` takes them off, as does the end of a `with` block."""
+
+    def __init__(self, model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
+        self.masks = dict(masks)
+        self._slots = {name: _find(model, name) for name in self.masks}
+        self._removed = {name: ~_checked(name, mask, self._tensor(name)) for name, mask in self.masks.items()}
+        self._clean: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+        self._handles: list[Any] = []
+        self._zero_weights()
+        for name in self.masks:
+            tensor = self._tensor(name)
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(self._zero_gradient(name)))  # type: ignore[no-untyped-call]
+        if optimizer is None:  # every optimiser there is or will be; those of other networks are left alone
+            self._handles.append(register_optimizer_step_pre_hook(self._before))
+            self._handles.append(register_optimizer_step_post_hook(self._after))
+        else:
+            self._before(optimizer)
+            self._handles.append(optimizer.register_step_pre_hook(self._before))
+            self._handles.append(optimizer.register_step_post_hook(self._after))
+
+    def apply(self) -> None:
+        """Zero the removed weights now; for code that changes weights without an optimiser."""
+        self._zero_weights()
+
+    def remove(self) -> None:
+        """Take all hooks off; the zeros stay until something changes them."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+    def _tensor(self, name: str) -> Tensor:
+        module, key = self._slots[name]
+        tensor = getattr(module, key)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def _gone(self, name: str, like: Tensor) -> Tensor:
+        """Where a tensor must be zero, moved once to wherever the network has been moved."""
+        if self._removed[name].device != like.device:
+            self._removed[name] = self._removed[name].to(like.device)
+        return self._removed[name]
+
+    def _zero_gradient(self, name: str) -> Callable[[Tensor], Tensor]:
+        def zero(gradient: Tensor) -> Tensor:
+            return gradient if gradient.is_sparse else gradient.masked_fill(self._gone(name, gradient), 0)
+
+        return zero
+
+    @torch.no_grad()
+    def _zero_weights(self, names: Iterable[str] | None = None) -> None:
+        for name in self.masks if names is None else names:
+            tensor = self._tensor(name)
+            tensor.masked_fill_(self._gone(name, tensor), 0)
+
+    @torch.no_grad()
+    def _zero_state(self, optimizer: Optimizer, names: Iterable[str]) -> None:
+        for name in names:
+            tensor = self._tensor(name)
+            for value in optimizer.state.get(tensor, {}).values():
+                # A bare step counter and factored moments have other shapes, and a scalar weight's counter its own.
+                if isinstance(value, Tensor) and value.shape == tensor.shape and value.dim():
+                    value.masked_fill_(self._gone(name, value), 0)
+        self._clean[optimizer] = optimizer.state
+
+    def _held_by(self, optimizer: Optimizer) -> list[str]:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [name for name in self.masks if id(self._tensor(name)) in stepped]
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        names = self._held_by(optimizer)
+        for name in names:
+            tensor = self._tensor(name)
+            if tensor.grad is not None and not tensor.grad.is_sparse:
+                with torch.no_grad():
+                    tensor.grad.masked_fill_(self._gone(name, tensor.grad), 0)
+        # State from before the hold, or just loaded, which replaces the dictionary, may still push removed weights.
+        if names and self._clean.get(optimizer) is not optimizer.state:
+            self._zero_state(optimizer, names)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        names = self._held_by(optimizer)
+        if names:
+            self._zero_weights(names)
+            self._zero_state(optimizer, names)
+
+
+def hold(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> Hold:
+    """Keep the weights that `masks` removes at exactly zero through training.
+
+    They are zeroed at once and after every optimiser step, with their gradients and optimiser state. Works with any
+    `torch.optim` optimiser, weight decay, gradient accumulation, `GradScaler` and LBFGS. A deep copy of the network keeps its
+    zeros but not the hooks: hold the copy too if it is trained.
+
+    Args:
+        model: the network; wrapped in `torch.compile`, `DataParallel` or `AveragedModel`, names are found inside.
+        masks: True = kept, by name in the state dict, as `Pruning.masks` or `lobs.load(path).masks` give them.
+        optimizer: the one to hook; without it, every optimiser that steps one of these parameters is.
+
+    Example:
+        >>> import torch, lobs
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+        >>> with lobs.hold(layer, {"weight": torch.tensor([[True, False]])}, optimizer):
+        ...     layer(torch.ones(1, 2)).sum().backward()
+        ...     _ = optimizer.step()
+        >>> layer.weight[0, 1].item()
+        0.0
+    """
+    return Hold(model, masks, optimizer)
+
+
+@torch.no_grad()
+def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, int]:
+    """Zero what the masks remove, once; returns how many weights of each tensor had come back."""
+    revived = {}
+    for name, mask in masks.items():
+        module, key = _find(model, name)
+        tensor = getattr(module, key)
+        gone = ~_checked(name, mask, tensor)
+        revived[name] = int((tensor[gone] != 0).sum())
+        tensor.masked_fill_(gone, 0)
+    return revived
+
+
+def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module and attribute that hold a tensor of the state dict."""
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        prefix, _, key = name.rpartition(".")
+        if prefix == _bare(module_name, name) and isinstance(getattr(module, key, None), Tensor):
+            return module, key
+    raise MaskError(f"mask '{name}' names no parameter of the network. Are these the masks of another network?")
+
+
+def _bare(module_name: str, name: str) -> str:
+    """A module's name without what wrappers add, unless the mask's name has it too."""
+    for wrapper in _WRAPPERS:
+        if wrapper not in name:
+            module_name = f"{module_name}.".replace(wrapper, "").removesuffix(".")
+    return module_name
+
+
+def _checked(name: str, mask: Tensor, tensor: Tensor) -> Tensor:
+    if mask.dtype != torch.bool or mask.shape != tensor.shape:
+        raise MaskError(f"mask '{name}' is {mask.dtype} {tuple(mask.shape)}; it must be bool {tuple(tensor.shape)}.")
+    return mask.detach().to(tensor.device)
