@@ -45,6 +45,16 @@ _HOMES = {
     "hold": "lobs.holding",
     "Hold": "lobs.holding",
     "apply_masks": "lobs.holding",
+    # train on
+    "retrain": "lobs.retraining",
+    "Retraining": "lobs.retraining",
+    "Shuffled": "lobs.retraining",
+    "distillation": "lobs.retraining",
+    "sgd": "lobs.retraining",
+    "iterate": "lobs.stages",
+    "Stage": "lobs.stages",
+    "Surgery": "lobs.surgery",
+    "operate": "lobs.surgery",
     # trust
     "Certificate": "lobs.ledger",
     "certify": "lobs.bounds",
@@ -57,14 +67,18 @@ _ROOMS = (
     "ledger",
     "calibrate",
     "checkpoint",
+    "curvature",
     "holding",
     "kernels",
     "layers",
     "linalg",
     "masks",
+    "retraining",
     "scores",
     "solvers",
+    "stages",
     "statistics",
+    "surgery",
     "zoo",
 )
 
@@ -82,18 +96,27 @@ __all__ = [
     "Problem",
     "Pruning",
     "Refine",
+    "Retraining",
     "Scored",
+    "Shuffled",
     "Solution",
     "Solver",
     "Sparsity",
+    "Stage",
+    "Surgery",
     "__version__",
     "apply_masks",
     "certify",
     "collect",
+    "distillation",
     "hold",
+    "iterate",
     "load",
+    "operate",
     "prune",
+    "retrain",
     "save",
+    "sgd",
     "solve",
 ]
 
@@ -107,7 +130,10 @@ if TYPE_CHECKING:
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
+    from lobs.retraining import Retraining, Shuffled, distillation, retrain, sgd
     from lobs.solvers import LOBS, SOLVERS, Exact, Refine, Scored, solve
+    from lobs.stages import Stage, iterate
+    from lobs.surgery import Surgery, operate
     from lobs.targets import ErrorBudget, Sparsity
 
 

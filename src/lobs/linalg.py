@@ -9,6 +9,7 @@ other columns cannot explain, which makes "singular" a number a person can read.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +112,12 @@ def least_squares_on_support(gram: Tensor, weight: Tensor, mask: Tensor) -> Tens
             solved = torch.linalg.pinv(block, hermitian=True) @ target
         out[row, support] = solved.squeeze(1)
     return out
+
+
+def spd_solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """Factorise a symmetric positive definite M once; the result maps B to B M⁻¹."""
+    factor = torch.linalg.cholesky(matrix)
+    return lambda right: torch.cholesky_solve(right.mT, factor).mT
 
 
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lobs import bounds, scores
 from lobs.allocate import allocate
 from lobs.calibrate import Calibration, collect
+from lobs.curvature import fisher_diagonal
 from lobs.errors import CalibrationError, LobsError
 from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
@@ -88,6 +89,10 @@ def prune(
         calibrated = time.perf_counter() - began
         if network_wide:
             job.share_out(found, dense, calibration, output_influence(model, batches, found))
+        if "curvature" in chosen.needs:
+            if not again:
+                raise CalibrationError(f"solver {solver!r} runs the data twice: pass a list or a DataLoader, not a generator.")
+            job.curvature = fisher_diagonal(model, batches, found)
         if inputs == "dense":
             with track("prune", len(found)) as advance:
                 for name in calibration:
@@ -126,7 +131,13 @@ def prune(
 
 
 def layer_problem(
-    layer: Layer, dense: Tensor, moments: Moments, *, prune_bias: bool = False, damping: float | None = None
+    layer: Layer,
+    dense: Tensor,
+    moments: Moments,
+    *,
+    prune_bias: bool = False,
+    damping: float | None = None,
+    curvature: Tensor | None = None,
 ) -> Problem:
     """The matrix problem of one layer: reproduce `dense` on the inputs that `moments` saw."""
     return Problem(
@@ -137,6 +148,7 @@ def layer_problem(
         samples=moments.count,
         damping=damping,
         name=f"layer '{layer.name}'",
+        curvature=curvature,
     )
 
 
@@ -153,6 +165,7 @@ class _Job:
         self.shared: dict[str, tuple[Moments, DeletionPath]] = {}
         self.counts: dict[str, int] = {}
         self.influence: dict[str, Tensor] = {}
+        self.curvature: dict[str, Tensor] = {}
 
     def share_out(
         self, layers: list[Layer], dense: Mapping[str, Tensor], calibration: Calibration, influence: dict[str, Tensor]
@@ -167,7 +180,10 @@ class _Job:
         self.counts = allocate(paths, self.target.count(sum(path.keys.numel() for path in paths.values())))
 
     def _problem(self, layer: Layer, dense: Tensor, moments: Moments) -> Problem:
-        return layer_problem(layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping)
+        curvature = self.curvature.get(layer.name)
+        return layer_problem(
+            layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping, curvature=curvature
+        )
 
     def _path(self, layer: Layer, problem: Problem) -> DeletionPath:
         assert isinstance(self.solver, Exact)

@@ -29,6 +29,7 @@ class Problem:
         moment: Ψ = (1/n) Y Yᵀ, (columns, columns) or (groups, columns, columns).
         bias_column: the last column multiplies the constant 1; it is never removed but helps to compensate.
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
+        curvature: diagonal of the loss's curvature in the weight's shape (`curvature.fisher_diagonal`); only `obd-fisher` needs it.
         samples: how many inputs Ψ averages, for messages.
         damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
         name: what messages call the layer.
@@ -45,9 +46,10 @@ class Problem:
     samples: int | None = None
     damping: float | None = None
     name: str = "layer"
+    curvature: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for part in ("weight", "moment", "mean"):
+        for part in ("weight", "moment", "mean", "curvature"):
             tensor = getattr(self, part)
             if isinstance(tensor, Tensor):
                 object.__setattr__(self, part, tensor.detach())
@@ -68,6 +70,8 @@ class Problem:
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
                 raise ProblemError(f"{self.name}: {what} has {bad} NaN or infinite entries. Check the network first.")
+        if self.curvature is not None and self.curvature.shape != w.shape:
+            raise ProblemError(f"{self.name}: curvature has shape {tuple(self.curvature.shape)}, weight {tuple(w.shape)}.")
         self._check_moment()
 
     def _check_moment(self) -> None:

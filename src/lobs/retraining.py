@@ -205,20 +205,19 @@ class _Job:
 
     def _batches(self, run: Run) -> Iterator[Any]:
         """Pass after pass; a resumed run shuffles as the interrupted one did and leaves out what that had taken."""
-        now, taken = torch.get_rng_state(), run.counters["taken"]
+        now: Tensor | None = torch.get_rng_state()
+        taken = run.counters["taken"]
         while True:
             torch.set_rng_state(run.extra["pass"])
             for index, batch in enumerate(self.data):
                 if index < taken:
                     continue
-                if now is not None and index == taken:
-                    if taken:  # what dropout drew in the part of the pass that is left out
-                        torch.set_rng_state(now)
-                    now = None
+                now = _returned(now if taken else None)
                 run.counters["taken"] = index + 1
                 yield batch
             if run.counters["taken"] == 0:
                 raise TrainingError("there are no batches to train on: the data is empty, or a generator that is used up.")
+            now = _returned(now if taken else None)  # the run was interrupted at the very end of a pass
             run.counters["taken"], taken = 0, 0
             run.extra["pass"] = torch.get_rng_state()
 
@@ -229,6 +228,12 @@ class _Job:
 
     def _good(self, run: Run) -> bool:
         return self.until_error is not None and run.counters["history"][-1][1] <= self.until_error
+
+
+def _returned(state: Tensor | None) -> None:
+    """Give torch's generator back what dropout had drawn in the part of a pass that a resumed run leaves out."""
+    if state is not None:
+        torch.set_rng_state(state)
 
 
 def _check(

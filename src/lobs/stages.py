@@ -123,7 +123,7 @@ def _trained(
 ) -> Retraining:
     state = None if file is None else file.with_suffix(".state")
     wanted = {"iterations": stage.iterations, "until_error": stage.until_error, "evaluate": evaluate, "checkpoint": state}
-    trained = retrain(model, masks, data, progress=progress, **{**arguments, **wanted})
+    trained = retrain(model, masks, data, **{"progress": progress, **arguments, **wanted})
     if state is not None:
         state.unlink(missing_ok=True)  # the finished stage takes its place
     return trained

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import typer
 
 from lobs import __version__
-from lobs.cli import common, demo, eval_, inspect_, prune, sweep, train, verify
+from lobs.cli import common, data, demo, eval_, inspect_, prune, reproduce, retrain, sweep, train, verify
 from lobs.errors import LobsError
 
 app = typer.Typer(
@@ -25,12 +26,21 @@ app.command()(train.train)
 app.command(name="eval")(eval_.evaluate)
 app.command(name="inspect")(inspect_.inspect)
 app.command()(prune.prune)
+app.command()(retrain.retrain)
+app.command()(retrain.iterate)
 app.command()(sweep.sweep)
 app.command()(verify.verify)
+app.command()(data.data)
+app.command()(reproduce.reproduce)
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit.")) -> None:
+def _version(
+    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
+    data_folder: Path | None = typer.Option(None, "--data", help="Folder of data sets and weights; LOBS_DATA by default."),
+) -> None:
+    if data_folder is not None:
+        os.environ["LOBS_DATA"] = str(data_folder)
     if version:
         common.say(f"lobs {__version__}")
         raise typer.Exit

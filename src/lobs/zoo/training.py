@@ -36,6 +36,11 @@ class Recipe:
     warm_up: int = 0
     augment: bool = False
 
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
+        """The optimiser that the recipe trains with, at its highest rate."""
+        rate, decay = self.learning_rate, self.weight_decay
+        return torch.optim.SGD(parameters, rate, momentum=self.momentum, weight_decay=decay, nesterov=True)
+
 
 def train(
     model: nn.Module,
@@ -51,13 +56,7 @@ def train(
     `state` names a file that is written after every epoch and taken up again if it is there.
     """
     steps = len(data) // recipe.batch_size
-    optimiser = torch.optim.SGD(
-        model.parameters(),
-        recipe.learning_rate,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        nesterov=True,
-    )
+    optimiser = recipe.optimizer(model.parameters())
     schedule = _schedule(optimiser, recipe, steps)
     settings = {**asdict(recipe), "seed": seed}
     model.train()
