@@ -62,15 +62,21 @@ def test_pruning_by_it_cuts_what_the_loss_curves_least_for():
     cut = prune(model, [x], Sparsity(0.5), solver="obd-fisher", inputs="dense", progress=False)
     for layer in find_layers(model):
         columns = slice(0, layer.columns)
-        score = (layer.matrix()[0].double() ** 2 * fisher_diagonal(model, [x], [*find_layers(model)])[layer.name][0])[:, columns]
+        score = (layer.matrix()[0].double() ** 2 * fisher_diagonal(model, [x], [*find_layers(model)])[layer.name][0])[
+            :, columns
+        ]
         mask = cut.masks[f"{layer.name}.weight"]
         assert float(score[~mask].max()) <= float(score[mask].min())
-        assert torch.equal(cut.model.state_dict()[f"{layer.name}.weight"][mask], layer.weight.detach()[mask])  # nothing else moves
+        assert torch.equal(
+            cut.model.state_dict()[f"{layer.name}.weight"][mask], layer.weight.detach()[mask]
+        )  # nothing else moves
 
 
 def test_mistakes_are_named():
     model, x = NETS["linear"]()
     with pytest.raises(LobsError, match="needs a classifier"):
-        fisher_diagonal(nn.Sequential(nn.Conv2d(1, 2, 1)), [torch.randn(1, 1, 2, 2)], find_layers(nn.Sequential(nn.Conv2d(1, 2, 1))))
+        fisher_diagonal(
+            nn.Sequential(nn.Conv2d(1, 2, 1)), [torch.randn(1, 1, 2, 2)], find_layers(nn.Sequential(nn.Conv2d(1, 2, 1)))
+        )
     with pytest.raises(LobsError, match="not a generator"):
         prune(model, iter([x]), Sparsity(0.5), solver="obd-fisher", inputs="dense", progress=False)

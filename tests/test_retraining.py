@@ -163,7 +163,11 @@ def test_the_learning_rate_falls_as_asked():
             return super().step(closure)
 
     cut = pruned()
-    for decay, last in (("constant", 1.0), ("linear", 0.1), ("cosine", 0.5 + 0.5 * torch.cos(torch.tensor(0.9 * torch.pi)).item())):
+    for decay, last in (
+        ("constant", 1.0),
+        ("linear", 0.1),
+        ("cosine", 0.5 + 0.5 * torch.cos(torch.tensor(0.9 * torch.pi)).item()),
+    ):
         seen.clear()
         make = lambda p: Watched(p, 0.2)  # noqa: E731
         retrain(cut.model, cut.masks, Shuffled(*task(), 24), optimizer=make, decay=decay, iterations=10, progress=False)

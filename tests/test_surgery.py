@@ -39,7 +39,9 @@ def test_the_probability_of_redrawing_falls():
 
 def test_surgery_ends_with_masked_weights_that_work():
     dense = net()
-    done = operate(dense, Shuffled(*task(), 24), Surgery(0.5), iterations=300, optimizer=sgd(0.1), evaluate=wrong, every=50, progress=False)
+    done = operate(
+        dense, Shuffled(*task(), 24), Surgery(0.5), iterations=300, optimizer=sgd(0.1), evaluate=wrong, every=50, progress=False
+    )
     assert 0 < done.kept_fraction < 0.7 and zeros_held(done.model, done.masks)
     assert wrong(done.model) == done.history[-1][1] < 40 and done.history[-1][2] == done.kept_fraction
     again = operate(dense, Shuffled(*task(), 24), Surgery(0.5), iterations=300, optimizer=sgd(0.1), progress=False)

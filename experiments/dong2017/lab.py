@@ -105,7 +105,15 @@ STAGED_RATES = {"lenet300": 5e-3, "lenet5": 5e-3, "cifarnet": 2e-3}
 
 def light(who: Subject, model: nn.Module, masks: Any, iterations: int, seed: int, every: int = 50) -> Retraining:
     """Light retraining: Adam with a cosine rate, batches of 512, learning the dense network's outputs; no labels."""
-    return retrain(model, masks, who.shuffled(LIGHT_BATCH), evaluate=who.error, every=every, iterations=iterations, **light_settings(who, seed))
+    return retrain(
+        model,
+        masks,
+        who.shuffled(LIGHT_BATCH),
+        evaluate=who.error,
+        every=every,
+        iterations=iterations,
+        **light_settings(who, seed),
+    )
 
 
 def light_settings(who: Subject, seed: int, rates: dict[str, float] = LIGHT_RATES) -> dict[str, Any]:

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_COLOURS = {"L-OBS": "#1f77b4", "exact": "#d62728", "LWC": "#2ca02c", "ApoZW": "#9467bd", "Random": "#8c8c8c", "Net-Trim": "#ff7f0e"}
+_COLOURS = {
+    "L-OBS": "#1f77b4",
+    "exact": "#d62728",
+    "LWC": "#2ca02c",
+    "ApoZW": "#9467bd",
+    "Random": "#8c8c8c",
+    "Net-Trim": "#ff7f0e",
+}
 
 
 def axes(title: str, x: str, y: str) -> Any:
@@ -22,12 +29,22 @@ def axes(title: str, x: str, y: str) -> Any:
     return figure, one
 
 
-def lines(path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, x: str, y: str, **options: Any) -> None:
+def lines(
+    path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, x: str, y: str, **options: Any
+) -> None:
     """Draw named curves and save; options go to the axes, `marks` are vertical lines by label."""
     marks: Mapping[str, float] = options.pop("marks", {})
     figure, one = axes(title, x, y)
     for name, (across, up) in curves.items():
-        one.plot(across, up, label=name, color=_COLOURS.get(name), marker="o" if len(across) < 25 else None, markersize=3, linewidth=1.4)
+        one.plot(
+            across,
+            up,
+            label=name,
+            color=_COLOURS.get(name),
+            marker="o" if len(across) < 25 else None,
+            markersize=3,
+            linewidth=1.4,
+        )
     for label, at in marks.items():
         one.axvline(at, linestyle=":", color="black", linewidth=1, label=label)
     one.set(**options)

@@ -64,7 +64,19 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
 
 def _table1(results: dict[str, Any]) -> list[str]:
     parts = ["## Table 1\n"]
-    columns = ["method", "CR %, paper", "ours", "pruned, paper", "ours", "retrained, paper", "ours", "iterations, paper", "ours", "seconds", "seed"]
+    columns = [
+        "method",
+        "CR %, paper",
+        "ours",
+        "pruned, paper",
+        "ours",
+        "retrained, paper",
+        "ours",
+        "iterations, paper",
+        "ours",
+        "seconds",
+        "seed",
+    ]
     for network in dict.fromkeys(row.network for row in table1.ROWS):
         rows, commands, dense = [], [], None
         for row in (r for r in table1.ROWS if r.network == network):
@@ -81,7 +93,11 @@ def _table1(results: dict[str, Any]) -> list[str]:
         if rows:
             paper_dense = next((r.paper.dense for r in table1.ROWS if r.network == network and r.paper), None)
             head = f"### {zoo.entry(network).title}: dense error {_n(dense)} (the paper's: {_n(paper_dense)})\n"
-            parts += [head, _table(columns, rows), f"Command: `{commands[0].rsplit('/', 1)[0]}`, or one row: `{commands[0]}`.\n"]
+            parts += [
+                head,
+                _table(columns, rows),
+                f"Command: `{commands[0].rsplit('/', 1)[0]}`, or one row: `{commands[0]}`.\n",
+            ]
     return parts
 
 

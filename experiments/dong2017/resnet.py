@@ -56,7 +56,14 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     top1, top5, images = accuracy(model, _data("val", lab))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"kept_percent": 100 * kept, "top1": top1, "top5": top5, "images": images, "prune_seconds": round(seconds), "peak_gigabytes": peak}
+    return {
+        "kept_percent": 100 * kept,
+        "top1": top1,
+        "top5": top5,
+        "images": images,
+        "prune_seconds": round(seconds),
+        "peak_gigabytes": peak,
+    }
 
 
 def _pruned(lab: Lab, method: str, keep: float) -> tuple[nn.Module, float]:
@@ -111,7 +118,9 @@ def _draw(lab: Lab) -> None:
             curves[title] = ([r["kept_percent"] for r in found], [r["top5"] for r in found])
     if curves:
         title = "ResNet-50, every layer at one CR, no retraining"
-        pictures.lines(lab.picture("resnet50"), curves, title=title, x="kept (%)", y="top-5 accuracy (%)", marks={"the paper's 45 %": 45})
+        pictures.lines(
+            lab.picture("resnet50"), curves, title=title, x="kept (%)", y="top-5 accuracy (%)", marks={"the paper's 45 %": 45}
+        )
 
 
 def threads() -> int:

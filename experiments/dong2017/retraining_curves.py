@@ -48,4 +48,9 @@ def curve(lab: Lab, solver: str) -> dict[str, Any]:
     )  # fmt: skip
     dense = who.error(who.model)
     back = next((i for i, e in trained.history if e <= dense + 0.1), None)
-    return {"original": dense, "kept_percent": 100 * cut.kept_fraction, "history": trained.history, "iterations_to_dense_plus_0.1": back}
+    return {
+        "original": dense,
+        "kept_percent": 100 * cut.kept_fraction,
+        "history": trained.history,
+        "iterations_to_dense_plus_0.1": back,
+    }

@@ -56,7 +56,12 @@ def epsilon(lab: Lab) -> dict[str, Any]:
     at = torch.linspace(0, 1, 201)
     published = [float(single[min(len(single) - 1, int(f * len(single)))]) for f in at]
     exact = [float(curve[min(len(curve) - 1, int(f * (len(curve) - 1)))]) for f in at]
-    return {"ratio": (100 * at).tolist(), "single_weight_epsilon": published, "layer_epsilon": exact, "energy": math.sqrt(problem.energy)}
+    return {
+        "ratio": (100 * at).tolist(),
+        "single_weight_epsilon": published,
+        "layer_epsilon": exact,
+        "energy": math.sqrt(problem.energy),
+    }
 
 
 def _draw_histogram(lab: Lab, found: dict[str, Any]) -> None:

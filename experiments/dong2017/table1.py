@@ -24,10 +24,16 @@ HAN = {
 }
 STAGES = {
     "lenet300": ({"fc1": 0.07, "fc2": 0.20, "fc3": 0.70}, {"fc1": 0.01, "fc2": 0.04, "fc3": 0.54}),
-    "lenet5": ({"conv1": 0.60, "conv2": 0.60, "fc1": 0.06, "fc2": 0.30}, {"conv1": 0.20, "conv2": 0.01, "fc1": 0.009, "fc2": 0.08}),
+    "lenet5": (
+        {"conv1": 0.60, "conv2": 0.60, "fc1": 0.06, "fc2": 0.30},
+        {"conv1": 0.20, "conv2": 0.01, "fc1": 0.009, "fc2": 0.08},
+    ),
 }
 # Thresholds of dynamic surgery start where this fraction of the dense weights is kept; training then moves magnitudes.
-DNS_START = {"lenet300": {"fc1": 0.012, "fc2": 0.05, "fc3": 0.35}, "lenet5": {"conv1": 0.14, "conv2": 0.02, "fc1": 0.005, "fc2": 0.05}}
+DNS_START = {
+    "lenet300": {"fc1": 0.012, "fc2": 0.05, "fc3": 0.35},
+    "lenet5": {"conv1": 0.14, "conv2": 0.02, "fc1": 0.005, "fc2": 0.05},
+}
 # Kept fractions of the stages of our own method, as multiples of the last; chosen like the rate (README.md).
 OURS_STAGES = {"lenet300": (6.0, 3.0, 1.6, 1.0), "lenet5": (6.0, 3.0, 1.6, 1.0)}
 _CAP = {"lenet300": 20_000, "lenet5": 10_000, "cifarnet": 1_020}
@@ -68,7 +74,9 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
 
     def work(lab: Lab, row: Row) -> dict[str, Any]:
         who = subject(row.network)
-        cut = lobs.prune(who.model, who.calibration(lab), _kept(HAN[row.network]), solver=solver, inputs="dense", progress=False)
+        cut = lobs.prune(
+            who.model, who.calibration(lab), _kept(HAN[row.network]), solver=solver, inputs="dense", progress=False
+        )
         found = _after(who, lab, cut.model, cut.masks, cut.kept_fraction)
         assert row.paper is not None and row.paper.retrained is not None
         wanted = found["original"] + row.paper.retrained - row.paper.dense
@@ -104,7 +112,9 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def once(solver: str | None, keep: str | float, iterations: int, *, original_rate: bool = False) -> Callable[[Lab, Row], dict[str, Any]]:
+def once(
+    solver: str | None, keep: str | float, iterations: int, *, original_rate: bool = False
+) -> Callable[[Lab, Row], dict[str, Any]]:
     """Prune once, by the paper's fractions ("paper"), Han's ("han") or one number, then retrain; no solver means the defaults."""
 
     def work(lab: Lab, row: Row) -> dict[str, Any]:
@@ -113,7 +123,9 @@ def once(solver: str | None, keep: str | float, iterations: int, *, original_rat
         target = _kept(tables[keep]) if isinstance(keep, str) else Sparsity(1 - keep)
         options: dict[str, Any] = {} if solver is None else {"solver": solver, "inputs": "dense"}
         cut = lobs.prune(who.model, who.calibration(lab), target, progress=False, **options)
-        found = _after(who, lab, cut.model, cut.masks, cut.kept_fraction, prune_seconds=round(cut.seconds, 1), settings=cut.settings)
+        found = _after(
+            who, lab, cut.model, cut.masks, cut.kept_fraction, prune_seconds=round(cut.seconds, 1), settings=cut.settings
+        )
         steps = lab.few(iterations, min(iterations, 60))
         if not steps:
             return {**found, "retrained": None, "iterations": 0}
@@ -122,7 +134,9 @@ def once(solver: str | None, keep: str | float, iterations: int, *, original_rat
             assert recipe is not None
             rate = sgd(recipe.learning_rate, weight_decay=recipe.weight_decay)
             data = who.shuffled(recipe.batch_size)
-            trained = retrain(cut.model, cut.masks, data, optimizer=rate, iterations=steps, evaluate=who.error, seed=lab.seed, progress=False)
+            trained = retrain(
+                cut.model, cut.masks, data, optimizer=rate, iterations=steps, evaluate=who.error, seed=lab.seed, progress=False
+            )
         else:
             trained = light(who, cut.model, cut.masks, steps, lab.seed)
         return {**found, "retrained": trained.error, "iterations": trained.iterations, "history": trained.history}
@@ -164,7 +178,13 @@ ROWS = [
     Row("lenet300/lwc", "LWC", _L3, Paper(1.76, 8, 81.32, 1.95, 1.4e5), baseline("magnitude")),
     Row("lenet300/dns", "DNS", _L3, Paper(1.76, 1.8, None, 1.99, 3.4e4), surgery),
     Row("lenet300/lobs", "L-OBS", _L3, Paper(1.76, 7, 3.10, 1.82, 510), once("lobs", "paper", 510)),
-    Row("lenet300/lobs-original-rate", "L-OBS, labels at the original rate", _L3, None, once("lobs", "paper", 510, original_rate=True)),
+    Row(
+        "lenet300/lobs-original-rate",
+        "L-OBS, labels at the original rate",
+        _L3,
+        None,
+        once("lobs", "paper", 510, original_rate=True),
+    ),
     Row("lenet300/lobs-iterative", "L-OBS (iterative)", _L3, Paper(1.76, 1.5, 2.43, 1.96, 643), staged((300, 343))),
     Row("lenet300/exact", "exact, the paper's CRs", _L3, None, once("exact", "paper", 0)),
     Row("lenet300/exact-light", "exact, light retraining", _L3, None, once("exact", "paper", 510)),

@@ -34,7 +34,12 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
         name = f"table2/{method}-{kept:g}"
         if name in rows:
             command = f"lobs reproduce table2 --rows {name}" + (" --quick" if lab.quick else "")
-            paper = {"method": method, "paper_xi_squared": xi, "paper_error": error, "paper_kept_percent": None if xi is None else kept}
+            paper = {
+                "method": method,
+                "paper_xi_squared": xi,
+                "paper_error": error,
+                "paper_kept_percent": None if xi is None else kept,
+            }
             done.append(lab.result(name, lambda m=method, k=kept, p=paper: {**p, **line(lab, m, k)}, command))
     if "table2/memory" in rows:
         done.append(lab.result("table2/memory", memory, "lobs reproduce table2 --rows table2/memory"))

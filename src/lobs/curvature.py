@@ -1,9 +1,9 @@
 """The diagonal of the loss's curvature, weight by weight: what optimal brain damage (LeCun, Denker, Solla 1990) cuts by.
 
-For a softmax classifier the Gauss–Newton matrix of the cross entropy is the Fisher matrix, the mean over inputs and over labels drawn
-from the network's own distribution of g gᵀ, with g the gradient of one sample's loss. Its diagonal is the mean of g², so one
-backward pass a batch with drawn labels estimates it without bias, and no true labels are needed. A sample's gradient is summed over
-the positions of a convolution before it is squared.
+For a softmax classifier the Gauss–Newton matrix of the cross entropy is the Fisher matrix, the mean over inputs and over
+labels drawn from the network's own distribution of g gᵀ, with g the gradient of one sample's loss. Its diagonal is the mean
+of g², so one backward pass a batch with drawn labels estimates it without bias, and no true labels are needed. A sample's
+gradient is summed over the positions of a convolution before it is squared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fisher_diagonal(model: nn.Module, batches: Iterable[Any], layers: Sequence[L
             if not isinstance(out, Tensor) or out.dim() != 2:
                 raise CalibrationError(
                     f"the curvature of a loss needs a classifier that returns (samples, classes), not "
-                    f"{tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__}. Use solver 'obd' for a layer's own."
+                    f"{tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__}. Use solver 'obd'."
                 )
             drawn = torch.multinomial(out.detach().softmax(dim=1).cpu(), 1, generator=generator).squeeze(1).to(out.device)
             loss = torch.nn.functional.cross_entropy(out, drawn, reduction="sum")  # so that a sample's gradient is its own
@@ -71,7 +71,7 @@ def _by_position(layer: Layer, slope: Tensor) -> Tensor:
     """A gradient of the layer's output as (groups, samples, positions, rows)."""
     if isinstance(layer.module, nn.Linear):
         return slope.reshape(1, len(slope), -1, layer.rows)
-    flat = slope.flatten(2).unflatten(1, (layer.groups, layer.rows))  # type: ignore[no-untyped-call]
+    flat: Tensor = slope.flatten(2).unflatten(1, (layer.groups, layer.rows))  # type: ignore[no-untyped-call]
     return flat.permute(1, 0, 3, 2)
 
 

@@ -181,9 +181,7 @@ class _Job:
 
     def _problem(self, layer: Layer, dense: Tensor, moments: Moments) -> Problem:
         curvature = self.curvature.get(layer.name)
-        return layer_problem(
-            layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping, curvature=curvature
-        )
+        return layer_problem(layer, dense, moments, prune_bias=self.prune_bias, damping=self.damping, curvature=curvature)
 
     def _path(self, layer: Layer, problem: Problem) -> DeletionPath:
         assert isinstance(self.solver, Exact)

@@ -29,7 +29,7 @@ class Problem:
         moment: Ψ = (1/n) Y Yᵀ, (columns, columns) or (groups, columns, columns).
         bias_column: the last column multiplies the constant 1; it is never removed but helps to compensate.
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
-        curvature: diagonal of the loss's curvature in the weight's shape (`curvature.fisher_diagonal`); only `obd-fisher` needs it.
+        curvature: diagonal of the loss's curvature in the weight's shape; only `obd-fisher` needs it.
         samples: how many inputs Ψ averages, for messages.
         damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
         name: what messages call the layer.

@@ -1,7 +1,7 @@
 """Stop and go on as if nothing had happened: a training run's whole state in one safetensors file.
 
-Weights, optimiser state, random generators and masks are tensors; learning-rate schedules and counters are JSON in the header. A run
-that is resumed from the file ends with the same bits as one that was never interrupted.
+Weights, optimiser state, random generators and masks are tensors; learning-rate schedules and counters are JSON in the
+header. A run that is resumed from the file ends with the same bits as one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Schedule(Protocol):
 
 @dataclass
 class Run:
-    """Everything that moves while a network trains. `generator` draws the order of the data; torch's own generator is kept too."""
+    """Everything that moves while a network trains; `generator` draws the order of the data, torch's own is kept too."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -65,7 +65,9 @@ class Run:
         for key, value in settings.items():
             before = saved.record["settings"].get(key)
             if before != value:
-                raise FileError(f"'{path}' belongs to a run with {key} = {before}, not {value}. Delete it, or give another path.")
+                raise FileError(
+                    f"'{path}' belongs to a run with {key} = {before}, not {value}. Delete it, or give another path."
+                )
         self._restore(saved)
         return True
 

@@ -37,7 +37,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Inputs and labels as batches in a new random order at every pass, drawn from torch's generator; a short rest is left out."""
+    """Inputs and labels as batches, in a new order drawn from torch's generator at every pass; a short rest is left out."""
 
     inputs: Tensor
     labels: Tensor
@@ -46,8 +46,8 @@ class Shuffled:
     def __post_init__(self) -> None:
         if not 0 < self.batch_size <= len(self.inputs) or len(self.inputs) != len(self.labels):
             raise TrainingError(
-                f"{len(self.inputs)} inputs and {len(self.labels)} labels do not make batches of {self.batch_size}: give as many "
-                f"labels as inputs, and batches no larger than the data."
+                f"{len(self.inputs)} inputs and {len(self.labels)} labels do not make batches of {self.batch_size}: "
+                f"give as many labels as inputs, and batches no larger than the data."
             )
 
     def __len__(self) -> int:
@@ -62,8 +62,11 @@ class Shuffled:
 
 @dataclass(frozen=True, eq=False)
 class Retraining:
-    """A retrained network. `history` holds (iteration, error) pairs, the first before any training; `reached` says whether the
-    wanted error was met, None where none was wanted."""
+    """A retrained network.
+
+    `history` holds (iteration, error) pairs, the first before any training; `reached` says whether the wanted error was met,
+    None where none was wanted.
+    """
 
     model: nn.Module
     iterations: int
@@ -117,9 +120,10 @@ def retrain(
     Args:
         model: the pruned network; untouched unless `inplace`.
         masks: True = kept, by parameter name, as `Pruning.masks` gives them.
-        data: batches of (input, label), run through again and again: `Shuffled`, a DataLoader or a list. A teacher needs no labels.
+        data: batches of (input, label), run through again and again: `Shuffled`, a DataLoader or a list; a teacher needs no
+            labels.
         loss: of (outputs, labels), or of (outputs, teacher's outputs); cross entropy, or `distillation()`, by default.
-        optimizer: makes an optimiser from a list of parameters; `sgd()`, the rate that the LeNets were trained with, by default.
+        optimizer: makes an optimiser from a list of parameters; `sgd()`, at the rate the LeNets were trained with, by default.
         iterations: the most to run.
         decay: how the learning rate falls over them; constant, as in the paper, by default.
         evaluate: an error, lower is better, looked at every `every` iterations and at the end.
@@ -143,7 +147,13 @@ def retrain(
         with shown(progress), torch.random.fork_rng(devices=[]), hold(trained, masks, steps):
             torch.manual_seed(seed)
             run = Run(trained, steps, torch.Generator(), counters={"iteration": 0, "history": [], "taken": 0})
-            settings = {"iterations": iterations, "decay": decay, "seed": seed, "masks": _fingerprint(masks), "optimizer": repr(steps)}
+            settings = {
+                "iterations": iterations,
+                "decay": decay,
+                "seed": seed,
+                "masks": _fingerprint(masks),
+                "optimizer": repr(steps),
+            }
             job.work(run, iterations, _DECAYS[decay], None if checkpoint is None else Path(checkpoint), settings)
     finally:
         for module, mode in modes:
@@ -205,19 +215,20 @@ class _Job:
 
     def _batches(self, run: Run) -> Iterator[Any]:
         """Pass after pass; a resumed run shuffles as the interrupted one did and leaves out what that had taken."""
-        now: Tensor | None = torch.get_rng_state()
         taken = run.counters["taken"]
+        # What dropout drew in the part of a pass that a resumed run leaves out has to be drawn from the generator again.
+        drawn = torch.get_rng_state() if taken else None
         while True:
             torch.set_rng_state(run.extra["pass"])
             for index, batch in enumerate(self.data):
                 if index < taken:
                     continue
-                now = _returned(now if taken else None)
+                drawn = _restored(drawn)
                 run.counters["taken"] = index + 1
                 yield batch
             if run.counters["taken"] == 0:
                 raise TrainingError("there are no batches to train on: the data is empty, or a generator that is used up.")
-            now = _returned(now if taken else None)  # the run was interrupted at the very end of a pass
+            drawn = _restored(drawn)  # an interruption at the very end of a pass leaves out all of it
             run.counters["taken"], taken = 0, 0
             run.extra["pass"] = torch.get_rng_state()
 
@@ -230,10 +241,11 @@ class _Job:
         return self.until_error is not None and run.counters["history"][-1][1] <= self.until_error
 
 
-def _returned(state: Tensor | None) -> None:
-    """Give torch's generator back what dropout had drawn in the part of a pass that a resumed run leaves out."""
+def _restored(state: Tensor | None) -> Tensor | None:
+    """Put torch's generator where it was, once: there is nothing left to restore after that."""
     if state is not None:
         torch.set_rng_state(state)
+    return None
 
 
 def _check(

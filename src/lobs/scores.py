@@ -34,9 +34,11 @@ def obd(problem: Problem) -> Tensor:
 
 
 def obd_fisher(problem: Problem) -> Tensor:
-    """½ w² h_qq with h the diagonal of the loss's Gauss–Newton matrix: optimal brain damage proper, seen from the network's loss."""
+    """½ w² h_qq with h the diagonal of the Gauss–Newton matrix of the network's loss: optimal brain damage proper."""
     if problem.curvature is None:
-        raise ProblemError(f"{problem.name}: obd-fisher needs the loss's curvature. Pass curvature= to Problem, or use lobs.prune.")
+        raise ProblemError(
+            f"{problem.name}: obd-fisher needs the loss's curvature. Pass curvature= to Problem, or use lobs.prune."
+        )
     return 0.5 * problem.weight.to(torch.float64).square() * problem.curvature.to(problem.weight.device, torch.float64)
 
 

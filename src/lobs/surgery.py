@@ -1,9 +1,9 @@
 """Dynamic network surgery (DNS; Guo, Yao, Chen 2016): magnitude masks that are redrawn while the network trains.
 
-Each layer has two thresholds, a < b, around mean + c·deviation of its dense |w|. A weight below a is cut, one above b is spliced
-back, one between stays as it is. The forward pass uses the masked weights, while *all* weights go on learning from the gradient at the
-masked ones, which is how a cut weight can come back. Masks are redrawn with a probability that falls as training goes on, and
-not at all in its last part.
+Each layer has two thresholds, a < b, around mean + c·deviation of its dense |w|. A weight below a is cut, one above b is
+spliced back, one between stays as it is. The forward pass uses the masked weights, while *all* weights go on learning from
+the gradient at the masked ones, which is how a cut weight can come back. Masks are redrawn with a probability that falls as
+training goes on, and not at all in its last part.
 """
 
 from __future__ import annotations
@@ -193,4 +193,6 @@ class _Patient:
             layer.weight.masked_fill_(~mask, 0)
 
     def named_masks(self) -> dict[str, Tensor]:
-        return {("weight" if layer.root else f"{layer.name}.weight"): m for layer, m in zip(self.layers, self.masks, strict=True)}
+        return {
+            ("weight" if layer.root else f"{layer.name}.weight"): m for layer, m in zip(self.layers, self.masks, strict=True)
+        }

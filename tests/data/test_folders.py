@@ -47,7 +47,11 @@ def test_cifar_pixels_and_labels_are_where_the_format_says(cifar):
 
 
 def test_damaged_and_missing_cifar_say_what_to_do(cifar, tmp_path):
-    for folder, message in ((None, "neither --data nor LOBS_DATA"), (tmp_path / "no", "there is no"), (tmp_path / "a" / "..", None)):
+    for folder, message in (
+        (None, "neither --data nor LOBS_DATA"),
+        (tmp_path / "no", "there is no"),
+        (tmp_path / "a" / "..", None),
+    ):
         if message:
             with pytest.raises(LobsError, match=message) as caught:
                 cifar10.load("test", folder)
@@ -129,7 +133,7 @@ def test_an_image_of_the_right_size_is_taken_as_it_is_and_others_are_cropped_at_
 
 def test_missing_imagenet_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv("LOBS_DATA", raising=False)
-    with pytest.raises(LobsError, match="image-net.org"):
+    with pytest.raises(LobsError, match=r"image-net\.org"):
         imagenet.load("val")
     (tmp_path / "val").mkdir()
     with pytest.raises(LobsError, match="holds no class folders"):

@@ -67,7 +67,9 @@ def test_no_allowance_gives_the_dense_outputs_back():
 
 def test_at_its_own_count_exact_deletion_moves_the_outputs_less():
     w = torch.randn(10, 30, dtype=torch.float64)
-    x = torch.randn(30, 5, dtype=torch.float64) @ torch.randn(5, 1000, dtype=torch.float64) + 0.1 * torch.randn(30, 1000, dtype=torch.float64)
+    x = torch.randn(30, 5, dtype=torch.float64) @ torch.randn(5, 1000, dtype=torch.float64) + 0.1 * torch.randn(
+        30, 1000, dtype=torch.float64
+    )
     trimmed = net_trim(w, x, 0.2, iterations=3000)
     removed = float((trimmed.weight == 0).double().mean())
     assert 0.2 < removed < 0.95

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -37,7 +38,9 @@ app.command()(reproduce.reproduce)
 @app.callback(invoke_without_command=True)
 def _version(
     version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
-    data_folder: Path | None = typer.Option(None, "--data", help="Folder of data sets and weights; LOBS_DATA by default."),
+    data_folder: Annotated[
+        Path | None, typer.Option("--data", help="Folder of data sets and weights; LOBS_DATA by default.")
+    ] = None,
 ) -> None:
     if data_folder is not None:
         os.environ["LOBS_DATA"] = str(data_folder)

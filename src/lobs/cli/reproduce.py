@@ -27,7 +27,8 @@ def reproduce(
 ) -> None:
     """Reproduce the tables and figures of Dong, Chen and Pan (2017), from the folder that holds `experiments/`.
 
-    Finished rows are kept as JSON and not run twice. Examples: `lobs reproduce --quick`; `lobs reproduce table1 --rows lenet300`
+    Finished rows are kept as JSON and not run twice. Examples: `lobs reproduce --quick`;
+    `lobs reproduce table1 --rows lenet300`
     """
     paper = _experiments()
     if list_only:

@@ -75,7 +75,9 @@ def retrain(
         print_json({"iterations": found.iterations, "history": found.history, "reached": found.reached, "path": str(path)})
         return
     first = found.history[0][1] if found.history else None
-    say(f"{subject.metric}: {optional(first)} → {optional(found.error)} in {found.iterations} iterations, {found.seconds:.0f} s")
+    say(
+        f"{subject.metric}: {optional(first)} → {optional(found.error)} in {found.iterations} iterations, {found.seconds:.0f} s"
+    )
     say(f"network: {path}")
 
 
@@ -155,7 +157,9 @@ def _settings(
 
     recipe = zoo.entry(subject.network).recipe if subject.network in zoo.ZOO else None
     if recipe is None:
-        raise LobsError(f"'{subject.title}' has no labelled training data here. Use lobs.retrain, or lobs.hold in your own loop.")
+        raise LobsError(
+            f"'{subject.title}' has no labelled training data here. Use lobs.retrain, or lobs.hold in your own loop."
+        )
     data = sets.load(zoo.entry(subject.network).data, "train")
     assert isinstance(data, LabelledImages)
     chosen = recipe.learning_rate if rate is None else rate

@@ -1,8 +1,8 @@
 """CIFAR-10 (Krizhevsky 2009): 50,000 and 10,000 colour images of 32×32 in ten classes, in its published binary form.
 
-The binary batches hold one label byte and 3,072 pixel bytes an image; the version for Python is a pickle, which `lobs` never
-opens. Hashes are checked on every load. Pixels are scaled to [0, 1], then to mean 0 and deviation 1 by channel, with the training
-set's numbers.
+The binary batches hold one label byte and 3,072 pixel bytes an image; the version for Python is a pickle, which `lobs`
+never opens. Hashes are checked on every load. Pixels are scaled to [0, 1], then to mean 0 and deviation 1 by channel, with
+the training set's numbers.
 """
 
 from __future__ import annotations

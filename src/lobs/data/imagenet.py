@@ -1,8 +1,8 @@
 """ImageNet (ILSVRC-2012), from class folders on disk or in a tar file that is read in place.
 
-Images are scaled so that their shorter side is 256 and cropped to the centre 224×224; those that are 224×224 already are taken as they
-are. Class folders named by number are that class; otherwise classes are counted in the order of their names, as torchvision does.
-Decoding needs Pillow: `pip install 'lobs[imagenet]'`.
+Images are scaled so that their shorter side is 256 and cropped to the centre 224×224; those that are 224×224 already are
+taken as they are. Class folders named by number are that class; otherwise classes are counted in the order of their names,
+as torchvision does. Decoding needs Pillow: `pip install 'lobs[imagenet]'`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SCALINGS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
     "caffe": (1.0, (123.68, 116.779, 103.939), (1.0, 1.0, 1.0)),
 }
 _STEPS = (
-    "Its licence lets everyone fetch it for research at https://image-net.org, but nobody pass it on: register there, download "
-    "ILSVRC2012_img_val.tar (6.3 GB) or the training images, sort them into one folder a class (val/<class>/<image>.JPEG), or put those "
-    "folders into a tar file. Then pass --data FOLDER_OR_TAR or set LOBS_DATA."
+    "Register at https://image-net.org, download ILSVRC2012_img_val.tar (6.3 GB) or the training images, sort them into one "
+    "folder a class (val/<class>/<image>.JPEG), or put those folders into a tar file. Then pass --data FOLDER_OR_TAR or set "
+    "LOBS_DATA."
 )
 
 
@@ -60,7 +60,7 @@ class ImageNet:
         return len(self.entries)
 
     def __len__(self) -> int:
-        return -(-len(self.entries) // self.batch_size)
+        return (len(self.entries) + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         with _Reader(self.source) as read:

@@ -2,9 +2,9 @@
 
     min ‖V‖₁   subject to   ‖(V X − Y)_Ω‖_F ≤ ξ ‖Y‖_F,   (V X)_Ωᶜ ≤ 0,          Y = max(W X, 0),  Ω = {Y > 0}
 
-is the convex form of ‖max(V X, 0) − Y‖_F ≤ ξ‖Y‖_F. It needs the samples themselves, not only their moment, so it stands beside the
-solvers of `SOLVERS` and not among them. Solved by ADMM on the splitting U = V, Z = V X: every step is a product with X, one
-prefactored solve of a columns × columns matrix, a soft threshold and a projection.
+is the convex form of ‖max(V X, 0) − Y‖_F ≤ ξ‖Y‖_F. It needs the samples themselves, not only their moment, so it stands
+beside the solvers of `SOLVERS` and not among them. Solved by ADMM on the splitting U = V, Z = V X: every step is a product
+with X, one prefactored solve of a columns × columns matrix, a soft threshold and a projection.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class _Program:
             du, dz = du + a - u, dz + b - z
             primal = math.hypot(float((v - u).norm()), float((vx - z).norm()))
             dual = float(((u - before_u) + (z - before_z) @ x.T).norm())
-            if primal <= tolerance * math.hypot(float(u.norm()), float(z.norm())) and dual <= tolerance * float((du + dz @ x.T).norm() + u.norm()):
+            if primal <= tolerance * math.hypot(float(u.norm()), float(z.norm())) and dual <= tolerance * float(
+                (du + dz @ x.T).norm() + u.norm()
+            ):
                 return u, step, True
             if step % _BALANCE_EVERY == 0 and (primal > 5 * dual or dual > 5 * primal):
                 factor = 2.0 if primal > dual else 0.5

@@ -23,7 +23,7 @@ from lobs.zoo.training import Recipe
 
 @dataclass(frozen=True)
 class Entry:
-    """One network: its builder, its data set, how it is trained or where its weights come from, the paper's per-layer kept fractions.
+    """One network: builder, data set, how it is trained or where its weights come from, the paper's kept fractions.
 
     A network without a recipe takes `<name>.safetensors` from the data folder; `source` says how to make that file.
     """

@@ -1,7 +1,7 @@
 """ResNet-50 (He et al. 2016), with torchvision's parameter names; 25,557,032 parameters.
 
-Two forms go by the name. In the original, "v1", a block that halves the image does so in its first 1×1 convolution; in torchvision's
-("v1.5") in its 3×3. Weights fit both, but compute the right thing only in the one they were trained in.
+Two forms go by the name. In the original, "v1", a block that halves the image does so in its first 1×1 convolution; in
+torchvision's ("v1.5") in its 3×3. Weights fit both, but compute the right thing only in the one they were trained in.
 """
 
 from __future__ import annotations
