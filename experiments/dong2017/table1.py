@@ -35,7 +35,7 @@ DNS_START = {
     "lenet5": {"conv1": 0.14, "conv2": 0.02, "fc1": 0.005, "fc2": 0.05},
 }
 # Kept fractions of the stages of our own method, as multiples of the last; chosen like the rate (README.md).
-OURS_STAGES = {"lenet300": (6.0, 3.0, 1.6, 1.0), "lenet5": (6.0, 3.0, 1.6, 1.0)}
+OURS_STAGES = (8.0, 5.0, 3.3, 2.3, 1.7, 1.3, 1.0)
 _CAP = {"lenet300": 20_000, "lenet5": 10_000, "cifarnet": 1_020}
 
 
@@ -154,7 +154,7 @@ def staged(iterations: tuple[int, ...], *, keep: float | None = None) -> Callabl
             plan = [Stage(_kept(table), n) for table, n in zip(STAGES[row.network], counts, strict=True)]
             pruning: dict[str, Any] = {"solver": "lobs", "inputs": "dense"}
         else:
-            shares = OURS_STAGES[row.network] if len(counts) > 1 else (1.0,)
+            shares = OURS_STAGES if len(counts) > 1 else (1.0,)
             plan = [Stage(Sparsity(1 - keep * share, scope="network"), n) for share, n in zip(shares, counts, strict=True)]
             pruning = {}
         settings = light_settings(who, lab.seed, STAGED_RATES)
@@ -192,7 +192,7 @@ ROWS = [
     Row("lenet300/default-light", "default, 7 %, light retraining", _L3, None, once(None, 0.07, 510)),
     Row("lenet300/default-1.5", "default, 1.5 %", _L3, None, once(None, 0.015, 0)),
     Row("lenet300/ours-1.5", "shared budget, 1.5 %, one stage", _L3, None, staged((643,), keep=0.015)),
-    Row("lenet300/ours-staged-1.5", "shared budget, 1.5 %, stages", _L3, None, staged((107, 107, 107, 322), keep=0.015)),
+    Row("lenet300/ours-staged-1.5", "shared budget, 1.5 %, stages", _L3, None, staged((64,) * 6 + (259,), keep=0.015)),
     Row("lenet5/obd", "OBD (Fisher diagonal)", _L5, Paper(1.27, 8, 86.72, 2.65, 2.9e5), baseline("obd-fisher")),
     Row("lenet5/lwc", "LWC", _L5, Paper(1.27, 8, 89.55, 1.36, 9.6e4), baseline("magnitude")),
     Row("lenet5/dns", "DNS", _L5, Paper(1.27, 0.9, None, 1.36, 4.7e4), surgery),
@@ -204,7 +204,7 @@ ROWS = [
     Row("lenet5/default-light", "default, 7 %, light retraining", _L5, None, once(None, 0.07, 740)),
     Row("lenet5/default-0.9", "default, 0.9 %", _L5, None, once(None, 0.009, 0)),
     Row("lenet5/ours-0.9", "shared budget, 0.9 %, one stage", _L5, None, staged((841,), keep=0.009)),
-    Row("lenet5/ours-staged-0.9", "shared budget, 0.9 %, stages", _L5, None, staged((140, 140, 140, 421), keep=0.009)),
+    Row("lenet5/ours-staged-0.9", "shared budget, 0.9 %, stages", _L5, None, staged((84,) * 6 + (337,), keep=0.009)),
     Row("cifarnet/lwc", "LWC", _CN, Paper(18.57, 9, 87.65, 19.36, 1.62e5), baseline("magnitude")),
     Row("cifarnet/lobs", "L-OBS", _CN, Paper(18.57, 9, 21.32, 18.76, 1020), once("lobs", "han", 1020)),
     Row("cifarnet/exact", "exact, 9 % of every layer", _CN, None, once("exact", "han", 0)),
