@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.dong2017 import cost, first_layer, readme, resnet, retraining_curves, sensitivity, table1, table2
+from experiments.dong2017 import cost, first_layer, readme, resnet, retraining_curves, sensitivity, table1, table2, tuning
 from experiments.dong2017.lab import HERE, Lab
 from lobs.errors import DataError, FileError, LobsError
 
@@ -18,9 +18,12 @@ EXPERIMENTS: dict[str, Any] = {
     "retraining": retraining_curves,
     "resnet": resnet,
     "cost": cost,
+    "tuning": tuning,
 }
 # The quick version of a table takes what shows that everything runs, not every row.
 _QUICK = {
+    "tuning": ["tuning/rate-0.002"],
+    "first-layer": ["first-layer/magnitude", "first-layer/lobs"],
     "resnet": ["resnet50/dense", "resnet50/magnitude-50", "resnet50/lobs-50"],
     "table2": ["table2/nettrim-7.4", "table2/lobs-7.4", "table2/exact-7.4", "table2/memory"],
 }

@@ -62,6 +62,7 @@ ZOO: dict[str, Entry] = {
         paper_kept={"*": 0.09},
         title="CIFAR-Net",
         data="cifar10",
+        source="`lobs train cifarnet` makes it, from CIFAR-10.",
     ),
     "alexnet": Entry(AlexNet, None, {"*": 0.11}, "AlexNet", "imagenet", _torchvision("alexnet")),
     "vgg16": Entry(VGG16, None, {"*": 0.075}, "VGG-16", "imagenet", _torchvision("vgg16")),
@@ -101,8 +102,11 @@ def shipped(name: str) -> Path:
 
 def weights(name: str) -> Path:
     """Where a network's weights lie: in the package, or as <name>*.safetensors in the folder that LOBS_DATA names."""
-    if entry(name).recipe is not None:
+    try:
         return shipped(name)
+    except FileError:
+        if not entry(name).source:
+            raise
     try:
         return folders.find([f"{name}.safetensors", f"{name}-imagenet.safetensors"], None, what="", steps="")
     except DataError:
