@@ -24,7 +24,12 @@ EXPERIMENTS: dict[str, Any] = {
 _QUICK = {
     "tuning": ["tuning/rate-0.002"],
     "first-layer": ["first-layer/magnitude", "first-layer/lobs"],
-    "resnet": ["resnet50/dense", "resnet50/magnitude-50", "resnet50/lobs-50"],
+    "table1": [
+        *(f"lenet300/{row}" for row in ("lwc", "obd", "dns", "lobs", "lobs-iterative", "exact", "default", "ours-staged-1.5")),
+        *(f"lenet5/{row}" for row in ("lwc", "lobs", "exact", "default-light")),
+        *(f"cifarnet/{row}" for row in ("lobs", "default")),
+    ],
+    "resnet": ["resnet50/dense", "resnet50/magnitude-50"],
     "table2": ["table2/nettrim-7.4", "table2/lobs-7.4", "table2/exact-7.4", "table2/memory"],
 }
 
