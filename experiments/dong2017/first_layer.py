@@ -46,7 +46,7 @@ def curve(lab: Lab, method: str) -> dict[str, Any]:
     """Accuracy against the number of first-layer weights removed."""
     who, problem = fc1(lab)
     every = lab.few(2000 if method == "exact" else 100, 12_000)
-    counts = list(range(0, problem.prunable + 1, every))
+    counts = [*range(0, problem.prunable, every), problem.prunable]
     states = _exact(problem, counts) if method == "exact" else _incremental(problem, method, counts, lab.seed)
     found = [[count, 100 - _error(who, weight)] for count, weight in zip(counts, states, strict=True)]
     points = [SweepPoint(c, 1 - c / problem.prunable, 0.0, 100 - accuracy) for c, accuracy in found]

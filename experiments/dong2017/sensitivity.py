@@ -65,7 +65,11 @@ def epsilon(lab: Lab) -> dict[str, Any]:
 
 
 def _draw_histogram(lab: Lab, found: dict[str, Any]) -> None:
-    figure, one = pictures.axes("Sensitivity of LeNet-300-100's first layer", "log₁₀ L_q", "weights")
+    figure, one = pictures.axes(
+        "Sensitivity of LeNet-300-100's first layer",
+        "log₁₀ L_q (the first bar holds all below 10⁻¹², always-black pixels above all)",
+        "weights",
+    )
     one.bar(found["edges"][:-1], found["counts"], width=0.2, align="edge", color="#1f77b4")
     one.axvline(-3, linestyle=":", color="black", label=f"0.001: {found['below_0.001_percent']:.1f} % lie below")
     one.legend(fontsize=8)
