@@ -16,7 +16,7 @@ from lobs.zoo.training import error_rate
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--network", choices=list(zoo.ZOO), nargs="*", default=list(zoo.ZOO))
+    parser.add_argument("--network", choices=["lenet300", "lenet5"], nargs="*", default=["lenet300", "lenet5"])
     parser.add_argument("--checkpoint", help="other weights for the network")
     parser.add_argument("--solvers", nargs="*", default=list(SOLVERS))
     parser.add_argument("--kept", type=float, nargs="*", default=[8.4, 3.0, 1.5, 0.9], help="whole-network budgets, in %%")

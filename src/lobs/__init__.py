@@ -68,6 +68,16 @@ _HOMES = {
     # speed
     "accelerate": "lobs.runtime",
     "Acceleration": "lobs.runtime",
+    # train on
+    "retrain": "lobs.retraining",
+    "Retraining": "lobs.retraining",
+    "Shuffled": "lobs.retraining",
+    "distillation": "lobs.retraining",
+    "sgd": "lobs.retraining",
+    "iterate": "lobs.stages",
+    "Stage": "lobs.stages",
+    "Surgery": "lobs.surgery",
+    "operate": "lobs.surgery",
     # trust
     "Certificate": "lobs.ledger",
     "certify": "lobs.bounds",
@@ -77,21 +87,25 @@ _HOMES = {
 
 _ROOMS = (
     "bounds",
-    "ledger",
     "calibrate",
     "checkpoint",
     "compact",
+    "curvature",
     "export",
     "holding",
     "kernels",
     "layers",
+    "ledger",
     "linalg",
     "masks",
+    "retraining",
     "runtime",
     "scores",
     "shrinking",
     "solvers",
+    "stages",
     "statistics",
+    "surgery",
     "zoo",
 )
 
@@ -115,28 +129,37 @@ __all__ = [
     "Problem",
     "Pruning",
     "Refine",
+    "Retraining",
     "Scored",
     "Shrinkage",
+    "Shuffled",
     "Solution",
     "Solver",
     "Sparsity",
+    "Stage",
     "Structured",
+    "Surgery",
     "__version__",
     "accelerate",
     "apply_masks",
     "certify",
     "collect",
+    "distillation",
     "export_onnx",
     "export_program",
     "from_torch_prune",
     "hold",
+    "iterate",
     "lightning_callback",
     "load",
     "merge_adapters",
     "merge_lora",
+    "operate",
     "prune",
+    "retrain",
     "save",
     "save_compact",
+    "sgd",
     "shrink",
     "solve",
     "to_semi_structured",
@@ -157,9 +180,12 @@ if TYPE_CHECKING:
     from lobs.pipeline import prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
+    from lobs.retraining import Retraining, Shuffled, distillation, retrain, sgd
     from lobs.runtime import Acceleration, accelerate
     from lobs.shrinking import Shrinkage, shrink
     from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Exact, Refine, Scored, solve
+    from lobs.stages import Stage, iterate
+    from lobs.surgery import Surgery, operate
     from lobs.targets import Block, Budget, ErrorBudget, NByM, Sparsity, Structured
 
 

@@ -43,5 +43,9 @@ class DataError(LobsError):
     """A data set that is missing or whose files fail their hash check."""
 
 
+class TrainingError(LobsError, ValueError):
+    """A training run whose parts do not fit, or whose loss ran away."""
+
+
 class NumericalWarning(UserWarning):
     """The answer stands, but a number had to be helped: it says which and by how much."""

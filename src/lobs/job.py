@@ -17,6 +17,7 @@ from lobs import bounds, linalg, scores, streams
 from lobs.allocate import RowLosses, allocate, row_losses
 from lobs.batchnorm import BatchNormEffect, reestimate
 from lobs.calibrate import Calibration, collect
+from lobs.curvature import fisher_diagonal
 from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
 from lobs.ledger import Certificate
@@ -42,6 +43,7 @@ def layer_problem(
     prune_bias: bool = False,
     damping: float | None = None,
     row_weight: Tensor | None = None,
+    curvature: Tensor | None = None,
 ) -> Problem:
     """The matrix problem of one layer: reproduce `dense` on the inputs that `moments` saw."""
     return Problem(
@@ -52,6 +54,7 @@ def layer_problem(
         samples=moments.count,
         damping=damping,
         row_weight=row_weight,
+        curvature=curvature,
         positions=1 if prune_bias else math.prod(layer.weight.shape[2:]),
         name=f"layer '{layer.name}'",
     )
@@ -99,6 +102,7 @@ class Job:
         self.prune_bias, self.damping, self.diagnostics, self.batch_norm = prune_bias, damping, diagnostics, batch_norm
         self.dense = {layer.name: layer.matrix() for layer in layers}
         self.calibration: Calibration = collect(model, batches, layers)
+        self.curvature = fisher_diagonal(model, batches, layers) if "curvature" in solver.needs else {}
         self.influence: dict[str, Tensor] = {}
         self._losses: dict[str, RowLosses] = {}
 
@@ -116,6 +120,7 @@ class Job:
             prune_bias=self.prune_bias,
             damping=self.damping,
             row_weight=self.influence.get(layer.name),
+            curvature=self.curvature.get(layer.name),
         )
 
     def plan(self, target: Target) -> dict[str, Target | None]:

@@ -9,6 +9,7 @@ other columns cannot explain, which makes "singular" a number a person can read.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -209,6 +210,12 @@ def solve_lower(matrix: Tensor, right: Tensor) -> Tensor:
     """L⁻¹R for the Cholesky factor L of a positive definite matrix; the whole loss of a block is a square in these terms."""
     solved: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(matrix), right, upper=False)
     return solved
+
+
+def spd_solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
+    """Factorise a symmetric positive definite M once; the result maps B to B M⁻¹."""
+    factor = torch.linalg.cholesky(matrix)
+    return lambda right: torch.cholesky_solve(right.mT, factor).mT
 
 
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:

@@ -29,6 +29,7 @@ class Problem:
         moment: Ψ = (1/n) Y Yᵀ, (columns, columns) or (groups, columns, columns).
         bias_column: the last column multiplies the constant 1; it is never removed but helps to compensate.
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
+        curvature: diagonal of the loss's curvature in the weight's shape; only `obd-fisher` needs it.
         samples: how many inputs Ψ averages, for messages.
         damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
         row_weight: how much each row's error matters when rows compete for what may stay, (rows,) or (groups, rows); it decides
@@ -50,9 +51,10 @@ class Problem:
     row_weight: Tensor | None = None
     positions: int = 1
     name: str = "layer"
+    curvature: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for part in ("weight", "moment", "mean", "row_weight"):
+        for part in ("weight", "moment", "mean", "row_weight", "curvature"):
             tensor = getattr(self, part)
             if isinstance(tensor, Tensor):
                 object.__setattr__(self, part, tensor.detach())
@@ -78,6 +80,8 @@ class Problem:
         free = w.shape[-1] - self.protected
         if self.positions < 1 or free % self.positions:
             raise ProblemError(f"{self.name}: {free} columns are not whole channels of {self.positions} positions each.")
+        if self.curvature is not None and self.curvature.shape != w.shape:
+            raise ProblemError(f"{self.name}: curvature has shape {tuple(self.curvature.shape)}, weight {tuple(w.shape)}.")
         self._check_moment()
 
     def _check_moment(self) -> None:

@@ -1,4 +1,4 @@
-"""How important is a weight? Five answers, each a pure function from a problem to scores of the weight's shape.
+"""How important is a weight? Six answers, each a pure function from a problem to scores of the weight's shape.
 
 Low scores go first. Only the order matters to a mask, but `obd` and `obs` are also errors in E's own units.
 """
@@ -25,9 +25,21 @@ def magnitude(problem: Problem) -> Tensor:
 
 
 def obd(problem: Problem) -> Tensor:
-    """w² Ψ_qq: the layer error of deleting a weight and compensating nothing (optimal brain damage, LeCun 1990)."""
+    """w² Ψ_qq: the layer error of deleting a weight and compensating nothing.
+
+    That is optimal brain damage (LeCun et al. 1990) with the layer's own output error in place of the network's loss.
+    """
     energy = problem.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     return problem.weight.to(torch.float64).square() * energy
+
+
+def obd_fisher(problem: Problem) -> Tensor:
+    """½ w² h_qq with h the diagonal of the Gauss–Newton matrix of the network's loss: optimal brain damage proper."""
+    if problem.curvature is None:
+        raise ProblemError(
+            f"{problem.name}: obd-fisher needs the loss's curvature. Pass curvature= to Problem, or use lobs.prune."
+        )
+    return 0.5 * problem.weight.to(torch.float64).square() * problem.curvature.to(problem.weight.device, torch.float64)
 
 
 def apozw(problem: Problem) -> Tensor:

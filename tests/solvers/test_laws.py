@@ -15,7 +15,8 @@ def problems() -> dict[str, Problem]:
         if psi is None:
             psi = torch.stack([make_moment(d, seed=s) for s in range(groups)]) if groups else make_moment(d)
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        return Problem(weight, psi, bias_column=bias, mean=torch.rand(*shape[:-2], d))
+        curvature = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+        return Problem(weight, psi, bias_column=bias, mean=torch.rand(*shape[:-2], d), curvature=curvature)
 
     dead = make_moment(9)
     dead[[2, 5]] = 0
@@ -35,7 +36,7 @@ def problems() -> dict[str, Problem]:
         "duplicate inputs": problem(4, 9, psi=duplicate),
         "too few samples": problem(4, 9, psi=make_moment(9, n=4)),
         "no input at all": problem(4, 9, psi=torch.zeros(9, 9, dtype=torch.float64)),
-        "ties": Problem(torch.ones(4, 6), torch.eye(6), mean=torch.ones(6)),
+        "ties": Problem(torch.ones(4, 6), torch.eye(6), mean=torch.ones(6), curvature=torch.ones(4, 6)),
         "huge": problem(3, 8, psi=make_moment(8) * 1e30),
         "tiny": problem(3, 8, psi=make_moment(8) * 1e-30),
     }
@@ -72,7 +73,7 @@ def test_exhaustive_search_bounds_every_solver_from_below(name, seed):
     psi = make_moment(4, seed=seed)
     for count in (1, 3, 5):
         best = naive.exhaustive(weight, psi, count)
-        found = solve(Problem(weight, psi, mean=torch.ones(4)), name, count / 8)
+        found = solve(Problem(weight, psi, mean=torch.ones(4), curvature=torch.ones(2, 4)), name, count / 8)
         assert found.error >= best * (1 - 1e-9)
 
 

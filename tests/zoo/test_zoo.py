@@ -9,8 +9,13 @@ from lobs.zoo.training import Recipe, error_rate, train
 
 
 def test_networks_have_the_papers_sizes():
-    sizes = {name: sum(p.numel() for p in zoo.fresh(name).parameters()) for name in zoo.ZOO}
-    assert sizes == {"lenet300": 266_610, "lenet5": 431_080}
+    sizes = {name: sum(p.numel() for p in zoo.fresh(name).parameters()) for name in ("lenet300", "lenet5", "cifarnet")}
+    assert sizes == {"lenet300": 266_610, "lenet5": 431_080, "cifarnet": 145_962}
+    with torch.device("meta"):
+        sizes = {
+            name: sum(p.numel() for p in zoo.entry(name).build().parameters()) for name in ("alexnet", "vgg16", "resnet50")
+        }
+    assert sizes == {"alexnet": 61_100_840, "vgg16": 138_357_544, "resnet50": 25_557_032}
 
 
 @pytest.mark.parametrize(("name", "worst"), [("lenet300", 1.8), ("lenet5", 1.0)])

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from lobs import __version__
-from lobs.cli import bench, common, demo, eval_, export_, inspect_, prune, shrink, sweep, train, verify
+from lobs.cli import (
+    bench,
+    common,
+    data,
+    demo,
+    eval_,
+    export_,
+    inspect_,
+    prune,
+    reproduce,
+    retrain,
+    shrink,
+    sweep,
+    train,
+    verify,
+)
 from lobs.errors import LobsError
 
 app = typer.Typer(
@@ -26,14 +43,25 @@ app.command(name="eval")(eval_.evaluate)
 app.command(name="inspect")(inspect_.inspect)
 app.command()(prune.prune)
 app.command()(shrink.shrink)
+app.command()(retrain.retrain)
+app.command()(retrain.iterate)
 app.command()(sweep.sweep)
 app.command()(verify.verify)
 app.command()(export_.export)
 app.command()(bench.bench)
+app.command()(data.data)
+app.command()(reproduce.reproduce)
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit.")) -> None:
+def _version(
+    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
+    data_folder: Annotated[
+        Path | None, typer.Option("--data", help="Folder of data sets and weights; LOBS_DATA by default.")
+    ] = None,
+) -> None:
+    if data_folder is not None:
+        os.environ["LOBS_DATA"] = str(data_folder)
     if version:
         common.say(f"lobs {__version__}")
         raise typer.Exit

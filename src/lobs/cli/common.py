@@ -18,7 +18,8 @@ from lobs.errors import FileError, LobsError, NumericalWarning, TargetError
 SubjectArgument = Annotated[
     str,
     typer.Argument(
-        help="What to work on: a zoo name (lenet300, lenet5), a checkpoint written by lobs, or package.module:function "
+        help="What to work on: a zoo name (lenet300, lenet5, cifarnet, alexnet, vgg16, resnet50, resnet50-v1), a checkpoint "
+        "written by lobs, or package.module:function "
         "returning (model, batches) or (model, batches, evaluate).",
         metavar="NETWORK",
     ),
@@ -32,8 +33,8 @@ TrustOption = Annotated[
 SolverOption = Annotated[
     str,
     typer.Option(
-        help="auto, exact, exact+refine, admm, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, apozw "
-        "or random."
+        help="auto, exact, exact+refine, admm, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, "
+        "obd-fisher, apozw or random."
     ),
 ]
 LayersOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to prune; repeat for more.")]

@@ -87,16 +87,18 @@ def weights_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _from_zoo(name: str, samples: int | None) -> Subject:
-    from lobs.data import mnist
+def _from_zoo(name: str, samples: int | None, weights: str | None = None) -> Subject:
+    from lobs.data import sets
 
-    test = mnist.load("test").batches()
+    data = zoo.entry(name).data
+    model = zoo.trained(name) if weights is None else zoo.trained(name, weights)
+    test = sets.load(data, "test").batches()
     return Subject(
         origin=name,
         network=name,
         title=zoo.entry(name).title,
-        model=zoo.trained(name),
-        batches=mnist.load("train").batches(limit=samples),
+        model=model,
+        batches=sets.load(data, "train").batches(limit=samples),
         evaluate=lambda model: error_rate(model, test),
         metric="test error (%)",
         held_out=test,
@@ -113,7 +115,7 @@ def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
             f"network write a function and name it as package.module:function."
         )
     require_trust(path, network, trust)
-    base = _from_zoo(network, samples) if network in zoo.ZOO else _from_function(network, samples)
+    base = _from_zoo(network, samples, path) if network in zoo.ZOO else _from_function(network, samples)
     try:
         load = fit_to if saved.record.get("shrunk") else nn.Module.load_state_dict
         load(base.model, saved.state_dict)

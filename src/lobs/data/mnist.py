@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from dataclasses import dataclass
 from importlib import resources
-from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from lobs.data.labelled import LabelledImages, Split
 from lobs.errors import DataError
-
-Split = Literal["train", "test"]
 
 _FILES: dict[Split, tuple[tuple[str, str], tuple[str, str]]] = {
     "train": (
@@ -30,22 +26,6 @@ _FILES: dict[Split, tuple[tuple[str, str], tuple[str, str]]] = {
         ("t10k-labels-idx1-ubyte.gz", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     ),
 }
-
-
-@dataclass(frozen=True)
-class LabelledImages:
-    """Images in [0, 1] of shape (n, 1, 28, 28) and their labels."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batches(self, size: int = 500, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return (images, labels) batches of the first `limit` samples, in order (views, no copies)."""
-        n = len(self) if limit is None else min(limit, len(self))
-        return [(self.images[i : min(i + size, n)], self.labels[i : min(i + size, n)]) for i in range(0, n, size)]
 
 
 def load(split: Split) -> LabelledImages:

@@ -25,6 +25,7 @@ SOLVERS: dict[str, Solver] = {
     "magnitude": Scored("magnitude"),
     "magnitude+refine": Refine(Scored("magnitude")),
     "obd": Scored("obd"),
+    "obd-fisher": Scored("obd-fisher"),
     "apozw": Scored("apozw"),
     "random": Scored("random"),
 }

@@ -18,6 +18,7 @@ from lobs.targets import NByM, Target
 _SCORES: dict[str, Callable[[Problem], Tensor]] = {
     "magnitude": scores.magnitude,
     "obd": scores.obd,
+    "obd-fisher": scores.obd_fisher,
     "apozw": scores.apozw,
 }
 
@@ -35,8 +36,8 @@ class Scored:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Apozw needs the mean input."""
-        return frozenset({"mean"}) if self.score == "apozw" else frozenset()
+        """Apozw needs the mean input, obd-fisher the loss's curvature."""
+        return frozenset({"apozw": ["mean"], "obd-fisher": ["curvature"]}.get(self.score, []))
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -11,19 +12,35 @@ import torch
 from torch import nn
 
 from lobs import checkpoint
-from lobs.errors import FileError
+from lobs.data import folders
+from lobs.errors import DataError, FileError
+from lobs.zoo.cifarnet import CifarNet
+from lobs.zoo.classics import VGG16, AlexNet
 from lobs.zoo.lenet import LeNet5, LeNet300
+from lobs.zoo.resnet import ResNet50
 from lobs.zoo.training import Recipe
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One network: its builder, its recipe, and the paper's per-layer kept fractions."""
+    """One network: builder, data set, how it is trained or where its weights come from, the paper's kept fractions.
+
+    A network without a recipe takes `<name>.safetensors` from the data folder; `source` says how to make that file.
+    """
 
     build: Callable[[], nn.Module]
-    recipe: Recipe
+    recipe: Recipe | None
     paper_kept: dict[str, float]
     title: str
+    data: str = "mnist"
+    source: str = ""
+
+
+def _torchvision(builder: str) -> str:
+    return (
+        f"With torchvision on a machine that reaches its weights: `safetensors.torch.save_file(torchvision.models.{builder}"
+        f'(weights="IMAGENET1K_V1").state_dict(), "{builder}.safetensors")`.'
+    )
 
 
 ZOO: dict[str, Entry] = {
@@ -38,6 +55,25 @@ ZOO: dict[str, Entry] = {
         recipe=Recipe(epochs=6, learning_rate=0.05, batch_size=128, weight_decay=5e-4),
         paper_kept={"conv1": 0.54, "conv2": 0.43, "fc1": 0.06, "fc2": 0.25},
         title="LeNet-5",
+    ),
+    "cifarnet": Entry(
+        build=CifarNet,
+        recipe=Recipe(epochs=30, learning_rate=0.1, batch_size=256, weight_decay=5e-4, warm_up=3, augment=True),
+        paper_kept={"*": 0.09},
+        title="CIFAR-Net",
+        data="cifar10",
+        source="`lobs train cifarnet` makes it, from CIFAR-10.",
+    ),
+    "alexnet": Entry(AlexNet, None, {"*": 0.11}, "AlexNet", "imagenet", _torchvision("alexnet")),
+    "vgg16": Entry(VGG16, None, {"*": 0.075}, "VGG-16", "imagenet", _torchvision("vgg16")),
+    "resnet50": Entry(ResNet50, None, {"*": 0.45}, "ResNet-50", "imagenet", _torchvision("resnet50")),
+    "resnet50-v1": Entry(
+        build=partial(ResNet50, form="v1", eps=1e-3),
+        recipe=None,
+        paper_kept={"*": 0.45},
+        title="ResNet-50 v1",
+        data="imagenet-caffe",
+        source="Weights of the original form (stride in the first 1×1, Keras's), renamed to torchvision's names.",
     ),
 }
 
@@ -64,10 +100,26 @@ def shipped(name: str) -> Path:
     return path
 
 
+def weights(name: str) -> Path:
+    """Where a network's weights lie: in the package, or as <name>*.safetensors in the folder that LOBS_DATA names."""
+    try:
+        return shipped(name)
+    except FileError:
+        if not entry(name).source:
+            raise
+    try:
+        return folders.find([f"{name}.safetensors", f"{name}-imagenet.safetensors"], None, what="", steps="")
+    except DataError:
+        raise FileError(
+            f"the weights of {entry(name).title} do not come with lobs. Put '{name}.safetensors' into a folder and name that "
+            f"folder with --data or LOBS_DATA, or give the file itself. {entry(name).source}"
+        ) from None
+
+
 def trained(name: str, path: str | Path | None = None) -> nn.Module:
-    """The network with the weights that ship with the package, or with those of a file."""
+    """The network with the weights of `weights(name)`, or with those of a file."""
+    source = weights(name) if path is None else Path(path)
     model = fresh(name)
-    source = shipped(name) if path is None else Path(path)
     try:
         model.load_state_dict(checkpoint.load(source).state_dict)
     except RuntimeError as error:

@@ -1,0 +1,1 @@
+"""Experiments that are too long for tests: each folder reproduces one publication."""

@@ -1,0 +1,60 @@
+"""AlexNet and VGG-16 at real size: time and peak memory of calibration and solve, against the paper's 2.9 and 10.2 hours on 48 CPUs.
+
+Cost does not depend on the weights, so seeded random ones serve where no checkpoint lies in the data folder; errors are then not
+reported. The row names the solver. VGG-16's first fully-connected layer has 25,088 inputs: Ψ alone is 5 GB.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import torch
+
+import lobs
+from experiments.dong2017.lab import Lab
+from lobs import Sparsity, zoo
+from lobs.data import imagenet
+from lobs.errors import LobsError
+
+KEPT = {"alexnet": 0.11, "vgg16": 0.075}
+PAPER_HOURS = {"alexnet": 2.9, "vgg16": 10.2}
+
+
+def names() -> list[str]:
+    """One row a network."""
+    return [f"cost/{name}" for name in KEPT]
+
+
+def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
+    """The chosen rows."""
+    done = []
+    for name in rows:
+        command = f"lobs --data FOLDER reproduce cost --rows {name}" + (" --quick" if lab.quick else "")
+        done.append(lab.result(name, lambda name=name: row(lab, name.removeprefix("cost/")), command))
+    return done
+
+
+def row(lab: Lab, name: str) -> dict[str, Any]:
+    """Prune with the defaults, timed."""
+    try:
+        model, weights = zoo.trained(name), "trained"
+    except LobsError:
+        model, weights = zoo.fresh(name, lab.seed).eval(), "seeded random"
+    images = lab.few(1000, 4)
+    data = imagenet.load("train", batch_size=25).batches(25, limit=images)
+    # In the quick version only the first convolution: the fully-connected layers take gigabytes.
+    only = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)][:1] if lab.quick else None
+    began = time.perf_counter()
+    cut = lobs.prune(model, data, Sparsity(1 - KEPT[name]), layers=only, progress=False)
+    return {
+        "network": name,
+        "weights": weights,
+        "kept_percent": 100 * cut.kept_fraction,
+        "images": images,
+        "minutes": round((time.perf_counter() - began) / 60, 2),
+        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "paper_hours": PAPER_HOURS[name],
+        "settings": cut.settings,
+    }

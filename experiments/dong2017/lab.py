@@ -1,0 +1,129 @@
+"""What every experiment shares: the network with its data, results kept as JSON, and the recipe of light retraining."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lobs import zoo
+from lobs.data import sets
+from lobs.data.labelled import LabelledImages
+from lobs.retraining import Retraining, Shuffled, distillation, retrain
+from lobs.zoo.training import error_rate
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Lab:
+    """How to run: in small or for real, where results go, with which seed."""
+
+    out: Path
+    quick: bool = False
+    again: bool = False
+    seed: int = 0
+    say: Callable[[str], None] = lambda _: None
+
+    def few(self, real: int, quick: int) -> int:
+        """A size that is smaller in the quick version."""
+        return quick if self.quick else real
+
+    def path(self, name: str) -> Path:
+        """Where a result lies."""
+        return self.out / "results" / f"{name.replace('/', '-')}.json"
+
+    def picture(self, name: str) -> Path:
+        """Where a picture goes."""
+        folder = self.out / "pictures"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{name}.png"
+
+    def result(self, name: str, work: Callable[[], dict[str, Any]], command: str) -> dict[str, Any]:
+        """A result from its file, or by doing the work, timed, and writing the file."""
+        path = self.path(name)
+        if path.is_file() and not self.again:
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+        began = time.perf_counter()
+        found = work()
+        seconds = time.perf_counter() - began
+        head = {"name": name, "command": command, "seed": self.seed, "seconds": round(seconds, 1), "quick": self.quick}
+        found = {**head, "threads": torch.get_num_threads(), **found}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        os.replace(partial, path)  # whole or not at all
+        self.say(f"{name}: {seconds:.0f} s")
+        return found
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A zoo network with the data to calibrate, train and test it on."""
+
+    name: str
+    model: nn.Module
+    train: LabelledImages
+    test: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def error(self, model: nn.Module) -> float:
+        """Test error in percent."""
+        return error_rate(model, self.test)
+
+    def calibration(self, lab: Lab) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """All training images, or the first 2,000 in the quick version."""
+        return self.train.batches(1000, limit=lab.few(len(self.train), 2000))
+
+    def shuffled(self, batch_size: int) -> Shuffled:
+        """The training images in random order."""
+        return Shuffled(self.train.images, self.train.labels, batch_size)
+
+
+@cache
+def subject(name: str) -> Subject:
+    """Open a network that is trained on images that fit into memory."""
+    data = zoo.entry(name).data
+    train, test = sets.load(data, "train"), sets.load(data, "test")
+    assert isinstance(train, LabelledImages) and isinstance(test, LabelledImages)
+    return Subject(name, zoo.trained(name), train, test.batches(1000))
+
+
+# Chosen on networks trained on 55,000 images by their error on the other 5,000 (see README.md), never by the test error.
+LIGHT_BATCH = 512
+LIGHT_RATES = {"lenet300": 2e-3, "lenet5": 2e-3, "cifarnet": 2e-3}
+STAGED_RATES = {"lenet300": 5e-3, "lenet5": 5e-3, "cifarnet": 2e-3}
+
+
+def light(who: Subject, model: nn.Module, masks: Any, iterations: int, seed: int, every: int = 50) -> Retraining:
+    """Light retraining: Adam with a cosine rate, batches of 512, learning the dense network's outputs; no labels."""
+    return retrain(
+        model,
+        masks,
+        who.shuffled(LIGHT_BATCH),
+        evaluate=who.error,
+        every=every,
+        iterations=iterations,
+        **light_settings(who, seed),
+    )
+
+
+def light_settings(who: Subject, seed: int, rates: dict[str, float] = LIGHT_RATES) -> dict[str, Any]:
+    """The arguments of `retrain` that make it light."""
+    rate = rates[who.name]
+    return {
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, rate),
+        "decay": "cosine",
+        "teacher": who.model,
+        "loss": distillation(2.0),
+        "seed": seed,
+        "progress": False,
+    }

@@ -1,0 +1,61 @@
+"""Plain line pictures, all in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_COLOURS = {
+    "L-OBS": "#1f77b4",
+    "exact": "#d62728",
+    "LWC": "#2ca02c",
+    "ApoZW": "#9467bd",
+    "Random": "#8c8c8c",
+    "Net-Trim": "#ff7f0e",
+}
+
+
+def axes(title: str, x: str, y: str) -> Any:
+    """A figure with one set of labelled axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, one = pyplot.subplots(figsize=(6.4, 4.0), dpi=120)
+    one.set(title=title, xlabel=x, ylabel=y)
+    one.grid(alpha=0.3)
+    return figure, one
+
+
+def lines(
+    path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, x: str, y: str, **options: Any
+) -> None:
+    """Draw named curves and save; options go to the axes, `marks` are vertical lines by label."""
+    marks: Mapping[str, float] = options.pop("marks", {})
+    figure, one = axes(title, x, y)
+    for name, (across, up) in curves.items():
+        one.plot(
+            across,
+            up,
+            label=name,
+            color=_COLOURS.get(name),
+            marker="o" if len(across) < 25 else None,
+            markersize=3,
+            linewidth=1.4,
+        )
+    for label, at in marks.items():
+        one.axvline(at, linestyle=":", color="black", linewidth=1, label=label)
+    one.set(**options)
+    one.legend(fontsize=8)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure and let go of it."""
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Software": None})
+    pyplot.close(figure)

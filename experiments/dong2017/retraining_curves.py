@@ -1,0 +1,56 @@
+"""LeNet-5 at the paper's fractions: how LWC, L-OBS and exact recover, with labels at the original rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lobs
+from experiments.dong2017 import pictures
+from experiments.dong2017.lab import Lab, subject
+from lobs import Sparsity, zoo
+from lobs.retraining import retrain
+
+METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "exact": "exact"}
+
+
+def names() -> list[str]:
+    """One curve a method."""
+    return [f"retraining/{short}" for short in METHODS.values()]
+
+
+def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
+    """The chosen curves and the picture."""
+    done = []
+    for short in (s for s in METHODS.values() if f"retraining/{s}" in rows):
+        command = f"lobs reproduce retraining --rows retraining/{short}" + (" --quick" if lab.quick else "")
+        done.append(lab.result(f"retraining-{short}", lambda short=short: curve(lab, short), command))
+    curves = {}
+    for title, short in METHODS.items():
+        found = next((r for r in done if r["name"] == f"retraining-{short}"), None)
+        if found:
+            curves[title] = ([i for i, _ in found["history"]], [e for _, e in found["history"]])
+    if curves:
+        title = "LeNet-5 at 54/43/6/25 % kept, labels, original rate"
+        pictures.lines(lab.picture("retraining"), curves, title=title, x="iterations", y="test error (%)", yscale="log")
+    return done
+
+
+def curve(lab: Lab, solver: str) -> dict[str, Any]:
+    """Test error every 20 iterations for 1,000 iterations."""
+    who = subject("lenet5")
+    target = Sparsity({name: 1 - kept for name, kept in zoo.entry("lenet5").paper_kept.items()})
+    cut = lobs.prune(who.model, who.calibration(lab), target, solver=solver, inputs="dense", progress=False)
+    recipe = zoo.entry("lenet5").recipe
+    assert recipe is not None
+    trained = retrain(
+        cut.model, cut.masks, who.shuffled(recipe.batch_size), optimizer=recipe.optimizer, iterations=lab.few(1000, 40),
+        evaluate=who.error, every=20, seed=lab.seed, progress=False,
+    )  # fmt: skip
+    dense = who.error(who.model)
+    back = next((i for i, e in trained.history if e <= dense + 0.1), None)
+    return {
+        "original": dense,
+        "kept_percent": 100 * cut.kept_fraction,
+        "history": trained.history,
+        "iterations_to_dense_plus_0.1": back,
+    }

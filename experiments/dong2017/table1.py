@@ -1,0 +1,228 @@
+"""Table 1: error right after pruning, after retraining, and how many iterations that takes, for every method.
+
+Baselines keep the fractions per layer that Han et al. (2015) publish. Their retraining runs at a tenth of the original rate, as the paper
+says they need, until the error that the paper reports relative to its dense network, or for as many iterations as `_CAP` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lobs
+from experiments.dong2017.lab import STAGED_RATES, Lab, Subject, light, light_settings, subject
+from lobs import Sparsity, zoo
+from lobs.retraining import retrain, sgd
+from lobs.stages import Stage, iterate
+from lobs.surgery import Surgery, operate, threshold_c
+
+HAN = {
+    "lenet300": {"fc1": 0.08, "fc2": 0.09, "fc3": 0.26},
+    "lenet5": {"conv1": 0.66, "conv2": 0.12, "fc1": 0.08, "fc2": 0.19},
+    "cifarnet": {"*": 0.09},
+}
+STAGES = {
+    "lenet300": ({"fc1": 0.07, "fc2": 0.20, "fc3": 0.70}, {"fc1": 0.01, "fc2": 0.04, "fc3": 0.54}),
+    "lenet5": (
+        {"conv1": 0.60, "conv2": 0.60, "fc1": 0.06, "fc2": 0.30},
+        {"conv1": 0.20, "conv2": 0.01, "fc1": 0.009, "fc2": 0.08},
+    ),
+}
+# Thresholds of dynamic surgery start where this fraction of the dense weights is kept; training then moves magnitudes.
+DNS_START = {
+    "lenet300": {"fc1": 0.012, "fc2": 0.05, "fc3": 0.35},
+    "lenet5": {"conv1": 0.14, "conv2": 0.02, "fc1": 0.005, "fc2": 0.05},
+}
+# Kept fractions of the stages of our own method, as multiples of the last; chosen like the rate (README.md).
+OURS_STAGES = (8.0, 5.0, 3.3, 2.3, 1.7, 1.3, 1.0)
+_CAP = {"lenet300": 20_000, "lenet5": 10_000, "cifarnet": 1_020}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper prints: dense error, kept %, error after pruning, after retraining, iterations; None where it prints nothing."""
+
+    dense: float
+    kept: float
+    pruned: float | None
+    retrained: float | None
+    iterations: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    method: str
+    network: str
+    paper: Paper | None
+    work: Callable[[Lab, Row], dict[str, Any]]
+
+
+def _kept(table: dict[str, float]) -> Sparsity:
+    return Sparsity({name: 1 - kept for name, kept in table.items()})
+
+
+def _after(who: Subject, lab: Lab, model: Any, masks: Any, kept: float, **more: Any) -> dict[str, Any]:
+    return {"original": who.error(who.model), "kept_percent": 100 * kept, "pruned": who.error(model), **more}
+
+
+def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
+    """Prune by a score, then retrain with labels at a tenth of the original rate."""
+
+    def work(lab: Lab, row: Row) -> dict[str, Any]:
+        who = subject(row.network)
+        cut = lobs.prune(
+            who.model, who.calibration(lab), _kept(HAN[row.network]), solver=solver, inputs="dense", progress=False
+        )
+        found = _after(who, lab, cut.model, cut.masks, cut.kept_fraction)
+        assert row.paper is not None and row.paper.retrained is not None
+        wanted = found["original"] + row.paper.retrained - row.paper.dense
+        recipe = zoo.entry(row.network).recipe
+        assert recipe is not None
+        trained = retrain(
+            cut.model, cut.masks, who.shuffled(recipe.batch_size), optimizer=sgd(recipe.learning_rate / 10, weight_decay=recipe.weight_decay),
+            iterations=lab.few(_CAP[row.network], 100), until_error=wanted, evaluate=who.error, every=lab.few(250, 50), seed=lab.seed, progress=False,
+        )  # fmt: skip
+        note = "" if trained.reached else f"stopped at {trained.iterations} iterations without reaching {wanted:.2f}"
+        return {**found, "retrained": trained.error, "iterations": trained.iterations, "history": trained.history, "note": note}
+
+    return work
+
+
+def surgery(lab: Lab, row: Row) -> dict[str, Any]:
+    """Dynamic network surgery at the zoo's rate with a cosine decay, for the paper's number of iterations."""
+    import math
+
+    who = subject(row.network)
+    assert row.paper is not None and row.paper.iterations is not None
+    weights = {name: module.weight for name, module in who.model.named_modules() if hasattr(module, "weight")}
+    rule = Surgery({name: threshold_c(weights[name], kept) for name, kept in DNS_START[row.network].items()})
+    recipe = zoo.entry(row.network).recipe
+    assert recipe is not None
+    done = operate(
+        who.model, who.shuffled(recipe.batch_size), rule, iterations=lab.few(int(row.paper.iterations), 200), optimizer=sgd(recipe.learning_rate),
+        decay=lambda t: 0.5 + 0.5 * math.cos(math.pi * t), evaluate=who.error, every=lab.few(1000, 100), seed=lab.seed, progress=False,
+    )  # fmt: skip
+    return {
+        "original": who.error(who.model), "kept_percent": 100 * done.kept_fraction, "pruned": None, "retrained": who.error(done.model),
+        "iterations": done.iterations, "history": done.history,
+    }  # fmt: skip
+
+
+def once(
+    solver: str | None, keep: str | float, iterations: int, *, original_rate: bool = False
+) -> Callable[[Lab, Row], dict[str, Any]]:
+    """Prune once, by the paper's fractions ("paper"), Han's ("han") or one number, then retrain; no solver means the defaults."""
+
+    def work(lab: Lab, row: Row) -> dict[str, Any]:
+        who = subject(row.network)
+        tables = {"paper": zoo.entry(row.network).paper_kept, "han": HAN.get(row.network, {})}
+        target = _kept(tables[keep]) if isinstance(keep, str) else Sparsity(1 - keep)
+        options: dict[str, Any] = {} if solver is None else {"solver": solver, "inputs": "dense"}
+        cut = lobs.prune(who.model, who.calibration(lab), target, progress=False, **options)
+        found = _after(
+            who, lab, cut.model, cut.masks, cut.kept_fraction, prune_seconds=round(cut.seconds, 1), settings=cut.settings
+        )
+        steps = lab.few(iterations, min(iterations, 60))
+        if not steps:
+            return {**found, "retrained": None, "iterations": 0}
+        if original_rate:
+            recipe = zoo.entry(row.network).recipe
+            assert recipe is not None
+            rate = sgd(recipe.learning_rate, weight_decay=recipe.weight_decay)
+            data = who.shuffled(recipe.batch_size)
+            trained = retrain(
+                cut.model, cut.masks, data, optimizer=rate, iterations=steps, evaluate=who.error, seed=lab.seed, progress=False
+            )
+        else:
+            trained = light(who, cut.model, cut.masks, steps, lab.seed)
+        return {**found, "retrained": trained.error, "iterations": trained.iterations, "history": trained.history}
+
+    return work
+
+
+def staged(iterations: tuple[int, ...], *, keep: float | None = None) -> Callable[[Lab, Row], dict[str, Any]]:
+    """Iterative pruning with light retraining: the published method in its two stages, or ours down to `keep` of the network."""
+
+    def work(lab: Lab, row: Row) -> dict[str, Any]:
+        who = subject(row.network)
+        counts = [lab.few(n, 20) for n in iterations]
+        if keep is None:
+            plan = [Stage(_kept(table), n) for table, n in zip(STAGES[row.network], counts, strict=True)]
+            pruning: dict[str, Any] = {"solver": "lobs", "inputs": "dense"}
+        else:
+            shares = OURS_STAGES if len(counts) > 1 else (1.0,)
+            plan = [Stage(Sparsity(1 - keep * share, scope="network"), n) for share, n in zip(shares, counts, strict=True)]
+            pruning = {}
+        settings = light_settings(who, lab.seed, STAGED_RATES)
+        done = iterate(
+            who.model, who.calibration(lab), who.shuffled(512), plan, evaluate=who.error, pruning=pruning,
+            retraining={**settings, "every": 50}, progress=False,
+        )  # fmt: skip
+        last = done.stages[-1]
+        return {
+            "original": who.error(who.model), "kept_percent": 100 * last.kept_fraction, "pruned": last.pruned_error, "retrained": last.error,
+            "iterations": done.iterations, "stages": [vars(stage) for stage in done.stages],
+        }  # fmt: skip
+
+    return work
+
+
+_L3, _L5, _CN = "lenet300", "lenet5", "cifarnet"
+ROWS = [
+    Row("lenet300/random", "Random", _L3, Paper(1.76, 8, 85.72, 2.25, 3.5e5), baseline("random")),
+    Row("lenet300/obd", "OBD (Fisher diagonal)", _L3, Paper(1.76, 8, 86.72, 1.96, 8.1e4), baseline("obd-fisher")),
+    Row("lenet300/lwc", "LWC", _L3, Paper(1.76, 8, 81.32, 1.95, 1.4e5), baseline("magnitude")),
+    Row("lenet300/dns", "DNS", _L3, Paper(1.76, 1.8, None, 1.99, 3.4e4), surgery),
+    Row("lenet300/lobs", "L-OBS", _L3, Paper(1.76, 7, 3.10, 1.82, 510), once("lobs", "paper", 510)),
+    Row(
+        "lenet300/lobs-original-rate",
+        "L-OBS, labels at the original rate",
+        _L3,
+        None,
+        once("lobs", "paper", 510, original_rate=True),
+    ),
+    Row("lenet300/lobs-iterative", "L-OBS (iterative)", _L3, Paper(1.76, 1.5, 2.43, 1.96, 643), staged((300, 343))),
+    Row("lenet300/exact", "exact, the paper's CRs", _L3, None, once("exact", "paper", 0)),
+    Row("lenet300/exact-light", "exact, light retraining", _L3, None, once("exact", "paper", 510)),
+    Row("lenet300/default", "default, 7 %", _L3, None, once(None, 0.07, 0)),
+    Row("lenet300/default-light", "default, 7 %, light retraining", _L3, None, once(None, 0.07, 510)),
+    Row("lenet300/default-1.5", "default, 1.5 %", _L3, None, once(None, 0.015, 0)),
+    Row("lenet300/ours-1.5", "shared budget, 1.5 %, one stage", _L3, None, staged((643,), keep=0.015)),
+    Row("lenet300/ours-staged-1.5", "shared budget, 1.5 %, stages", _L3, None, staged((64,) * 6 + (259,), keep=0.015)),
+    Row("lenet5/obd", "OBD (Fisher diagonal)", _L5, Paper(1.27, 8, 86.72, 2.65, 2.9e5), baseline("obd-fisher")),
+    Row("lenet5/lwc", "LWC", _L5, Paper(1.27, 8, 89.55, 1.36, 9.6e4), baseline("magnitude")),
+    Row("lenet5/dns", "DNS", _L5, Paper(1.27, 0.9, None, 1.36, 4.7e4), surgery),
+    Row("lenet5/lobs", "L-OBS", _L5, Paper(1.27, 7, 3.21, 1.27, 740), once("lobs", "paper", 740)),
+    Row("lenet5/lobs-iterative", "L-OBS (iterative)", _L5, Paper(1.27, 0.9, 2.04, 1.66, 841), staged((400, 441))),
+    Row("lenet5/exact", "exact, the paper's CRs", _L5, None, once("exact", "paper", 0)),
+    Row("lenet5/exact-light", "exact, light retraining", _L5, None, once("exact", "paper", 740)),
+    Row("lenet5/default", "default, 7 %", _L5, None, once(None, 0.07, 0)),
+    Row("lenet5/default-light", "default, 7 %, light retraining", _L5, None, once(None, 0.07, 740)),
+    Row("lenet5/default-0.9", "default, 0.9 %", _L5, None, once(None, 0.009, 0)),
+    Row("lenet5/ours-0.9", "shared budget, 0.9 %, one stage", _L5, None, staged((841,), keep=0.009)),
+    Row("lenet5/ours-staged-0.9", "shared budget, 0.9 %, stages", _L5, None, staged((84,) * 6 + (337,), keep=0.009)),
+    Row("cifarnet/lwc", "LWC", _CN, Paper(18.57, 9, 87.65, 19.36, 1.62e5), baseline("magnitude")),
+    Row("cifarnet/lobs", "L-OBS", _CN, Paper(18.57, 9, 21.32, 18.76, 1020), once("lobs", "han", 1020)),
+    Row("cifarnet/exact", "exact, 9 % of every layer", _CN, None, once("exact", "han", 0)),
+    Row("cifarnet/default", "default, 9 %", _CN, None, once(None, 0.09, 0)),
+    Row("cifarnet/default-light", "default, 9 %, light retraining", _CN, None, once(None, 0.09, 1020)),
+    Row("cifarnet/ours", "shared budget, 9 %", _CN, None, staged((0,), keep=0.09)),
+]
+
+
+def names() -> list[str]:
+    """What `--rows` chooses from."""
+    return [row.name for row in ROWS]
+
+
+def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
+    """Run the chosen rows, skipping what is done."""
+    done = []
+    for row in (r for r in ROWS if r.name in rows):
+        command = f"lobs reproduce table1 --rows {row.name}" + (" --quick" if lab.quick else "")
+        done.append(lab.result(f"table1-{row.name}", lambda row=row: row.work(lab, row), command))
+    return done

@@ -1,0 +1,31 @@
+"""`lobs data`: fetch a data set that is too large to ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lobs.cli.common import JsonOption, print_json, say
+
+
+def data(
+    name: Annotated[str, typer.Argument(help="cifar10.")],
+    folder: Annotated[Path, typer.Argument(help="Where to put it.")],
+    json: JsonOption = False,
+) -> None:
+    """Download a data set and check every file's hash.
+
+    Example: `lobs data cifar10 ~/data`, then `lobs --data ~/data train cifarnet`
+    """
+    from lobs.data import cifar10
+    from lobs.errors import DataError
+
+    if name != "cifar10":
+        raise DataError(f"'{name}' cannot be downloaded by lobs: only cifar10 can. MNIST is in the package.")
+    where = cifar10.download(folder)
+    if json:
+        print_json({"data": name, "path": str(where)})
+        return
+    say(f"CIFAR-10: {where}; use it with --data {folder} or LOBS_DATA={folder}")

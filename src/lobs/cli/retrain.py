@@ -1,0 +1,178 @@
+"""`lobs retrain` and `lobs iterate`: train a pruned network on with its zeros held, or prune and train in turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lobs.cli.common import (
+    JsonOption,
+    SamplesOption,
+    SolverOption,
+    SubjectArgument,
+    complement,
+    folder,
+    notes,
+    optional,
+    parse_fractions,
+    print_json,
+    say,
+    writable,
+)
+from lobs.errors import LobsError
+
+if TYPE_CHECKING:
+    from lobs.cli.subject import Subject
+    from lobs.stages import Stage
+
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Images a batch; the zoo recipe's by default.")]
+RateOption = Annotated[float | None, typer.Option(min=0, help="Learning rate; the zoo recipe's original one by default.")]
+OptimizerOption = Annotated[str, typer.Option(help="sgd (Nesterov momentum, as trained) or adam.")]
+DecayOption = Annotated[str, typer.Option(help="How the rate falls: constant, linear or cosine.")]
+TeacherOption = Annotated[bool, typer.Option("--distil", help="Learn the dense network's outputs instead of labels.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the order of the data.")]
+
+
+def retrain(
+    file: Annotated[Path, typer.Argument(help="A pruned zoo network, as `lobs prune --out` writes it.")],
+    out: Annotated[Path, typer.Option(help="Where to save the retrained network.")],
+    iterations: Annotated[int, typer.Option(min=0, help="The most to run.")] = 500,
+    until_error: Annotated[float | None, typer.Option(help="Stop at this test error, in percent.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Iterations between looks at the test error.")] = 50,
+    batch: BatchOption = None,
+    rate: RateOption = None,
+    optimizer: OptimizerOption = "sgd",
+    decay: DecayOption = "constant",
+    distil: TeacherOption = False,
+    state: Annotated[Path | None, typer.Option(help="File to keep the run in, to go on from if it is there.")] = None,
+    seed: SeedOption = 0,
+    json: JsonOption = False,
+) -> None:
+    """Train a pruned network on, its zeros held exactly, and count the iterations.
+
+    Example: `lobs retrain small.safetensors --iterations 510 --until-error 1.6 --out again.safetensors`
+    """
+    writable(out)
+    from lobs import checkpoint
+    from lobs.cli.subject import open_subject
+    from lobs.retraining import retrain as run
+
+    saved = checkpoint.load(file)
+    if not saved.masks:
+        raise LobsError(f"'{file}' holds no masks: there are no zeros to keep. Make it with `lobs prune --out`.")
+    subject = open_subject(str(file))
+    settings = _settings(subject, batch, rate, optimizer, decay, distil, seed)
+    with notes():
+        found = run(
+            subject.model, saved.masks, settings.pop("data"), iterations=iterations, until_error=until_error, every=every,
+            evaluate=subject.evaluate, checkpoint=writable(state), progress=not json, **settings,
+        )  # fmt: skip
+    record = {**saved.record, "retraining": {"iterations": found.iterations, "history": found.history}, "after": found.error}
+    path = checkpoint.save(out, found.model, saved.masks, record)
+    if json:
+        print_json({"iterations": found.iterations, "history": found.history, "reached": found.reached, "path": str(path)})
+        return
+    first = found.history[0][1] if found.history else None
+    say(
+        f"{subject.metric}: {optional(first)} → {optional(found.error)} in {found.iterations} iterations, {found.seconds:.0f} s"
+    )
+    say(f"network: {path}")
+
+
+def iterate(
+    network: SubjectArgument,
+    stages: Annotated[str, typer.Option(help="KEEP:ITERATIONS for each stage, such as 5%:200;fc1=1%,fc*=4%:443.")],
+    out: Annotated[Path | None, typer.Option(help="Where to save the network of the last stage.")] = None,
+    scope: Annotated[str | None, typer.Option(help="layer or network, for one number; prune's default if not given.")] = None,
+    solver: SolverOption = "exact",
+    samples: SamplesOption = None,
+    batch: BatchOption = None,
+    rate: RateOption = None,
+    optimizer: OptimizerOption = "sgd",
+    decay: DecayOption = "constant",
+    distil: TeacherOption = False,
+    keep_in: Annotated[Path | None, typer.Option(help="Folder for finished stages, to go on from.")] = None,
+    seed: SeedOption = 0,
+    json: JsonOption = False,
+) -> None:
+    """Prune, retrain, prune further, retrain: as many stages as wanted.
+
+    Example: `lobs iterate lenet300 --solver lobs --stages "fc1=7%,fc2=20%,fc3=70%:300;fc1=1%,fc2=4%,fc3=54%:343"`
+    """
+    writable(out)
+    plan = parse_stages(stages, scope)
+    from lobs import checkpoint
+    from lobs.cli.subject import open_subject
+    from lobs.stages import iterate as run
+
+    subject = open_subject(network, samples)
+    settings = _settings(subject, batch, rate, optimizer, decay, distil, seed)
+    data = settings.pop("data")
+    with notes():
+        done = run(
+            subject.model, subject.batches, data, plan, evaluate=subject.evaluate, pruning={"solver": solver},
+            retraining=settings, folder=None if keep_in is None else folder(keep_in), progress=not json,
+        )  # fmt: skip
+    rows = [{**vars(stage), "kept_fraction": stage.kept_fraction} for stage in done.stages]
+    path = None
+    if out is not None:
+        path = checkpoint.save(out, done.model, done.masks, {**subject.provenance(), "stages": rows})
+    if json:
+        print_json({"stages": rows, "iterations": done.iterations, "seconds": done.seconds, "path": path and str(path)})
+        return
+    for index, stage in enumerate(done.stages, start=1):
+        errors = f"{optional(stage.pruned_error)} after pruning, {optional(stage.error)} after {stage.iterations} iterations"
+        say(f"stage {index}: {stage.kept:,} of {stage.total:,} kept ({stage.kept_fraction:.2%}), {subject.metric} {errors}")
+    if path is not None:
+        say(f"network: {path}")
+
+
+def parse_stages(text: str, scope: str | None = None) -> list[Stage]:
+    """Read 'KEEP:ITERATIONS' for every stage, separated by semicolons."""
+    from lobs.stages import Stage
+    from lobs.targets import Sparsity
+
+    plan = []
+    for part in (p for p in text.split(";") if p.strip()):
+        keep, colon, count = part.rpartition(":")
+        if not colon or not count.strip().isdecimal():
+            raise LobsError(f"--stages '{part}' is not KEEP:ITERATIONS. Example: 5%:200;1.5%:443.")
+        extra: dict[str, Any] = {} if scope is None else {"scope": scope}
+        plan.append(Stage(Sparsity(complement(parse_fractions(keep, "--stages")), **extra), int(count)))
+    return plan
+
+
+def _settings(
+    subject: Subject, batch: int | None, rate: float | None, optimizer: str, decay: str, distil: bool, seed: int
+) -> dict[str, Any]:
+    """The data and the arguments of `retrain` that the options and the zoo's recipe ask for."""
+    import torch
+
+    from lobs import zoo
+    from lobs.data import sets
+    from lobs.data.labelled import LabelledImages
+    from lobs.retraining import Shuffled, sgd
+
+    recipe = zoo.entry(subject.network).recipe if subject.network in zoo.ZOO else None
+    if recipe is None:
+        raise LobsError(
+            f"'{subject.title}' has no labelled training data here. Use lobs.retrain, or lobs.hold in your own loop."
+        )
+    data = sets.load(zoo.entry(subject.network).data, "train")
+    assert isinstance(data, LabelledImages)
+    chosen = recipe.learning_rate if rate is None else rate
+    makers = {
+        "sgd": sgd(chosen, recipe.momentum, recipe.weight_decay),
+        "adam": lambda parameters: torch.optim.Adam(parameters, chosen),
+    }
+    if optimizer not in makers:
+        raise LobsError(f"--optimizer {optimizer}: use sgd or adam.")
+    return {
+        "data": Shuffled(data.images, data.labels, batch or recipe.batch_size),
+        "optimizer": makers[optimizer],
+        "decay": decay,
+        "teacher": zoo.trained(subject.network) if distil else None,
+        "seed": seed,
+    }
