@@ -197,7 +197,7 @@ def test_channels_of_grouped_layers_are_counted_together():
 
 @pytest.mark.parametrize("target", [NByM(2, 4), Block(0.5), Structured(0.5)])
 def test_solvers_that_cannot_do_a_pattern_say_so(target):
-    with pytest.raises(LobsError, match=r"not compatible with .* Use solver='exact'"):
+    with pytest.raises(LobsError, match=r"not compatible with .* Use solver='auto' or solver='exact'"):
         solve(Problem(torch.randn(3, 8), make_moment(8)), "lobs", target)
 
 

@@ -11,7 +11,7 @@ from lobs.errors import SolverError
 from lobs.problem import Problem, Solution, Solver, finish
 from lobs.solvers.search import swap
 from lobs.solvers.support import on_support
-from lobs.targets import Target
+from lobs.targets import Pattern, Target
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Refine:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""
-        return self.improve(problem, self.inner(problem, target))
+        found = self.inner(problem, target)
+        # A free swap would break a pattern.
+        return _same_support(problem, found) if isinstance(target, Pattern) else self.improve(problem, found)
 
     def improve(self, problem: Problem, found: Solution) -> Solution:
         """Make a solution better."""
