@@ -10,9 +10,9 @@ from torch import Tensor
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
 from lobs import Problem, collect, scores
+from lobs.job import layer_problem
 from lobs.layers import find_layers
 from lobs.masks import removal_order
-from lobs.job import layer_problem
 from lobs.solvers import Exact
 from lobs.sweep import SweepPoint, inflection
 

@@ -21,8 +21,8 @@ from experiments.dong2017.lab import Lab
 from lobs import Problem, Sparsity, collect, solve, zoo
 from lobs.calibrate import evaluating
 from lobs.data import imagenet
-from lobs.layers import find_layers
 from lobs.job import layer_problem
+from lobs.layers import find_layers
 
 NETWORK = "resnet50-v1"
 METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "exact": "exact", "default": "default"}
