@@ -183,16 +183,34 @@ def unexplained(gram: Tensor, support: Tensor) -> Tensor:
     return share.clamp_min(1e-7)
 
 
-def eliminate(block: Tensor, cross: Tensor) -> Tensor:
-    """Xᵀ B⁻¹ X for a batch of symmetric blocks B and right-hand sides X: what eliminated variables explain of the others.
+@dataclass(frozen=True)
+class Eliminated:
+    """A batch of least-squares problems with the variables F taken out: they take their best values whatever the others do.
 
-    One Cholesky and one triangular solve a block.
+    Holds the Cholesky factor L of G_FF and Y = L⁻¹[G_FU c_F], for others U and linear terms c.
     """
-    factor, info = torch.linalg.cholesky_ex(block)
-    if bool(info.any()):  # float32 can lose a nearly singular block that float64 holds
-        factor, cross = torch.linalg.cholesky(block.double()), cross.double()
-    y: Tensor = torch.linalg.solve_triangular(factor, cross, upper=False)
-    return y.mT @ y
+
+    factor: Tensor
+    y: Tensor
+
+    @classmethod
+    def from_blocks(cls, block: Tensor, cross: Tensor) -> Eliminated:
+        """From G_FF (rows, f, f) and [G_FU c_F] (rows, f, u + 1): one Cholesky and one triangular solve a row."""
+        factor, info = torch.linalg.cholesky_ex(block)
+        if bool(info.any()):  # float32 can lose a nearly singular block that float64 holds
+            factor, cross = torch.linalg.cholesky(block.double()), cross.double()
+        return cls(factor, torch.linalg.solve_triangular(factor, cross, upper=False))
+
+    @property
+    def explained(self) -> Tensor:
+        """What F explains of the others' energies and linear terms: [G_UF c_F]ᵀ G_FF⁻¹ [G_FU c_F]."""
+        return self.y.mT @ self.y
+
+    def values(self, others: Tensor) -> Tensor:
+        """F's best values, (rows, f), given the others'."""
+        right = self.y[:, :, -1:] - self.y[:, :, :-1] @ others.to(self.y).unsqueeze(2)
+        solved: Tensor = torch.linalg.solve_triangular(self.factor.mT, right, upper=True)
+        return solved.squeeze(2)
 
 
 def inverse_on_supports(gram: Tensor, kept: Tensor) -> Tensor:

@@ -10,14 +10,13 @@ Threads are plain Python threads around a GIL-free kernel: no second threading r
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from lobs.kernels import Quota
 from lobs.kernels.compiling import compiled, spans
+from lobs.kernels.workers import workers
 from lobs.progress import track
 
 _PANEL = 32  # a multiple of 8, see _downdate
@@ -38,9 +37,9 @@ def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, l
     if len(pieces) < 2:  # a thousand groups of one row each: starting a thread would take longer than the work
         _greedy_span(a, w, protected, group, allowed, order, losses)
         return torch.from_numpy(order), torch.from_numpy(losses)
-    with track(label, rows) as advance, ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+    with track(label, rows) as advance:
         jobs = [
-            pool.submit(_greedy_span, a, w[lo:hi], protected, group, allowed, order[lo:hi], losses[lo:hi]) for lo, hi in pieces
+            workers().submit(_greedy_span, a, w[lo:hi], protected, group, allowed, order[lo:hi], losses[lo:hi]) for lo, hi in pieces
         ]
         for job, (lo, hi) in zip(jobs, pieces, strict=True):
             job.result()

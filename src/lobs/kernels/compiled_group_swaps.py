@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lobs.kernels.compiling import compiled
+from lobs.kernels.workers import workers
 
 if TYPE_CHECKING:
     from lobs.kernels import Swaps
@@ -23,8 +22,7 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
         for t in (state.inverse, state.kept, mask, state.y.clone(), state.diagonal.clone(), state.off.clone(), state.p, state.q)
     ]
     gram, group, error = state.gram.contiguous().numpy(), state.group.numpy(), state.error.numpy()
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        list(pool.map(lambda r: _swap_row(gram, group, error[r], worth, *(a[r] for a in arrays)), range(len(mask))))
+    list(workers().map(lambda r: _swap_row(gram, group, error[r], worth, *(a[r] for a in arrays)), range(len(mask))))
     return mask
 
 

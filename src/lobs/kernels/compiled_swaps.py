@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,10 @@ import torch
 from torch import Tensor
 
 from lobs.kernels.compiling import compiled, spans
+from lobs.kernels.workers import workers
 from lobs.progress import track
+
+_SMALL = 2**15  # matrix elements in all rows below which threads would wait longer than they work
 
 
 def start(t: Tensor, b: Tensor, inside: Tensor, label: str) -> None:
@@ -31,10 +33,12 @@ def move(t: Tensor, b: Tensor, rows: Tensor, columns: Tensor, adding: bool) -> N
 
 
 def _by_threads(work: Any, t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, label: str, *rest: float) -> list[int]:
-    with track(label, len(rows)) as advance, ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+    arrays = t.numpy(), b.numpy(), inside.numpy()
+    if len(rows) * t.shape[1] ** 2 < _SMALL:
+        return [work(*arrays, rows.numpy(), *rest)]
+    with track(label, len(rows)) as advance:
         parts = spans(len(rows))
-        arrays = t.numpy(), b.numpy(), inside.numpy()
-        jobs = [pool.submit(partial(work, *arrays, rows[low:high].numpy(), *rest)) for low, high in parts]
+        jobs = [workers().submit(partial(work, *arrays, rows[low:high].numpy(), *rest)) for low, high in parts]
         out: list[int] = []
         for job, (low, high) in zip(jobs, parts, strict=True):
             out.append(job.result())

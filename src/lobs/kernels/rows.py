@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from lobs.kernels.workers import workers
 
 _GATHERED = 2**20  # matrix elements gathered at a time, so that they stay in the cache
 
@@ -31,9 +32,7 @@ def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> No
         for piece in pieces:
             work(piece)
         return
-    # One torch thread a worker: single factorisations are too small to be shared out within.
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as workers:
-        list(workers.map(work, pieces))
+    list(workers().map(work, pieces))
 
 
 def listed(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,14 +47,15 @@ class ADMM:
 
     def at(self, problem: Problem, count: int) -> Solution:
         """Remove exactly `count` weights."""
-        mask = self.support(problem, count)
+        mask, _ = self.support(problem, count)
         return on_support(problem, mask)
 
-    def support(self, problem: Problem, count: int) -> Tensor:
-        """Which weights to keep when `count` go, in the weight's shape."""
+    def support(self, problem: Problem, count: int) -> tuple[Tensor, Tensor]:
+        """Which weights to keep when `count` go, in the weight's shape, and weights near the best, as `search.swap` wants them."""
         gram, w = stacked(problem)
         importance = problem.importance.to(w)
-        w = w * importance.sqrt().unsqueeze(-1)
+        size = importance.sqrt().unsqueeze(-1)
+        w = w * size
         wanted = w @ gram
         v, dual, rho = w, torch.zeros_like(w), self.penalty
         before = torch.ones_like(w, dtype=torch.bool)
@@ -70,7 +71,8 @@ class ADMM:
                 break
             before, dual, rho = keep, dual / self.growth, rho * self.growth
         order = removal_order(x.abs(), problem.protected)
-        return mask_from_order(order, count, tuple(w.shape)).view(problem.weight.shape)
+        mask = mask_from_order(order, count, tuple(w.shape))
+        return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / size.clamp_min(torch.finfo(w.dtype).tiny)
 
 
 def _above(x: Tensor, count: int, protected: int) -> Tensor:

@@ -42,21 +42,24 @@ class Auto:
             case NByM() | Block() | Structured():
                 return Exact()(problem, target)
         first = self.start(problem)
-        if isinstance(first, ADMM) and isinstance(target, Sparsity):
-            return self._from_support(problem, first.support(problem, target.count(problem.prunable)))
-        return Refine(first, seconds=self.seconds)(problem, target)
+        if not isinstance(target, Sparsity):
+            return Refine(first, seconds=self.seconds)(problem, target)
+        count = target.count(problem.prunable)
+        if isinstance(first, ADMM):
+            return self._from_support(problem, *first.support(problem, count))
+        return self._from_support(problem, first.path(problem).mask_at(count))
 
     def start(self, problem: Problem) -> Exact | ADMM:
         """Which solver finds the first support."""
         greedy, directions = costs(problem)
         return Exact() if greedy <= self.patience * directions else ADMM()
 
-    def _from_support(self, problem: Problem, mask: Tensor) -> Solution:
-        """Swap at once: on a wide layer least squares on the first support would cost as much as a round of swaps."""
+    def _from_support(self, problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
+        """Swap at once: least squares on the first support would cost as much as a round of swaps."""
         kept = int(mask.sum()) / max(1, mask[..., 0].numel())
         round_cost = _FACTOR * mask[..., 0].numel() * kept**2 * (kept / 6 + 128) / 1e9
         rounds = max(1, min(3, int(2 * costs(problem)[1] / max(round_cost, 1e-9))))
-        return on_support(problem, *swap(problem, mask, rounds=rounds, seconds=self.seconds))
+        return on_support(problem, *swap(problem, mask, near, rounds=rounds, seconds=self.seconds))
 
 
 def costs(problem: Problem) -> tuple[float, float]:

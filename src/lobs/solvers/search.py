@@ -2,9 +2,9 @@ r"""Swaps: make a support better by exchanging weights until no exchange helps.
 
 For one row with support S, only the weakest weights inside and the most wanted outside can take part in a useful swap. They
 form the row's pool U. Eliminating the rest, F = S \\ U, which always takes its best values, leaves an exact least-squares
-problem in the |U| variables of the pool (`_reduced`), small enough to look at *every* add-one-drop-one swap, with all
-surviving weights re-optimised; and rows trade with each other (`kernels.improve`). So the error never grows. A round costs a
-Cholesky of |S|³/3 flops and |S|²·|U| a row: at 90 % sparsity a hundredth of the exact greedy's d³/3.
+problem in the |U| variables of the pool, small enough to look at *every* add-one-drop-one swap, with all surviving weights
+re-optimised; and rows trade with each other (`kernels.improve`). So the error never grows. A round costs a Cholesky of |S|³/3
+flops and |S|²·|U| a row: at 90 % sparsity a hundredth of the exact greedy's d³/3. The factors also give the row's best weights.
 """
 
 from __future__ import annotations
@@ -22,24 +22,34 @@ from lobs.solvers.support import single_precision, stacked
 _POOL = 128  # at most so many on either side; more finds little more
 _LEAST_POOL = 32
 _ENOUGH = 0.1  # moves a row below which another round is not worth its factorisations
-_BATCH_BYTES = 2**28
-_STEPS = 15  # conjugate gradient steps between rounds: only the choice of pools depends on them
+_BATCH_BYTES = 2**29  # of pools, and of factors where at least _TOGETHER rows' fit
+_TOGETHER = 64
+_STEPS = 15  # conjugate gradient steps for values that only the choice of pools depends on
 
 
 def swap(
-    problem: Problem, mask: Tensor, *, rounds: int = 3, seconds: float | None = None, backend: kernels.Backend = "auto"
+    problem: Problem,
+    mask: Tensor,
+    near: Tensor | None = None,
+    *,
+    rounds: int = 3,
+    seconds: float | None = None,
+    backend: kernels.Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Exchange weights of a support for better ones; returns a mask with as many kept, and (scaled) weights near its best.
+    """Exchange weights of a support for better ones; returns a mask with as many kept, and weights at or near its best.
 
-    Stops when a round moves next to nothing, after `rounds`, or when `seconds` are over.
+    Weights, those to start `near` too, are (groups, rows, d) in equilibrated units. Stops when a round moves next to nothing,
+    after `rounds`, or when `seconds` are over.
     """
     late = None if seconds is None else time.perf_counter() + seconds
     gram, weight = stacked(problem)
     kept = mask.view(weight.shape).clone()
     groups = [_Rows(problem, g, kept[g], late, backend) for g in range(len(weight))]
-    values = weight
-    for _ in range(max(1, rounds)):
-        values = linalg.conjugate_gradients(gram, weight, kept, values, steps=_STEPS, tolerance=1e-3)
+    values = weight if near is None else near
+    for turn in range(max(1, rounds)):
+        if turn == 0 or not all(group.remembers for group in groups):
+            close = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=_STEPS, tolerance=1e-2)
+            values = close.double()
         moves = sum(group.exchange(v) for group, v in zip(groups, values, strict=True))
         if moves <= _ENOUGH * weight[..., 0].numel() or all(group.complete for group in groups):
             break
@@ -62,6 +72,10 @@ class _Rows:
         self.pool = min(2 * max(_LEAST_POOL, min(_POOL, side)), self.free)
         self.active = torch.ones(len(kept), dtype=torch.bool, device=kept.device)
         self.independent = self._independence()
+        support = int(kept.sum()) // max(1, len(kept))
+        whole = self.gram.element_size() * (support * (support + self.pool) + self.pool**2)
+        self.remembers = whole * min(_TOGETHER, len(kept)) <= _BATCH_BYTES
+        self.batch = max(2, _BATCH_BYTES // (whole if self.remembers else 8 * self.pool**2))
 
     @property
     def complete(self) -> bool:
@@ -69,14 +83,13 @@ class _Rows:
         return self.pool == self.free
 
     def exchange(self, values: Tensor) -> int:
-        """One round of swaps in every row and trades among them. Returns the number of moves."""
+        """One round of swaps in every row and trades among them. Returns the number of moves; updates `values` if it can."""
         pools = self._pools(values)
-        batch = max(2, _BATCH_BYTES // (8 * self.pool**2))
         moves = 0
-        for rows in torch.split(self.active.nonzero().squeeze(1), batch):
+        for rows in torch.split(self.active.nonzero().squeeze(1), self.batch):
             if self.late is not None and time.perf_counter() > self.late:
                 break
-            moves += self._batch(rows, pools[rows])
+            moves += self._batch(rows, pools[rows], values)
         return moves
 
     def _pools(self, values: Tensor) -> Tensor:
@@ -97,14 +110,21 @@ class _Rows:
             total += linalg.unexplained(self.gram, row.nonzero().squeeze(1)).log()
         return (total / max(1, len(picked))).exp().to(self.gram)
 
-    def _batch(self, rows: Tensor, pools: Tensor) -> int:
+    def _batch(self, rows: Tensor, pools: Tensor, values: Tensor) -> int:
         kept, linear = self.kept[rows], self.linear[rows]
         square = self.gram.new_empty(len(pools), self.pool, self.pool)
         left = self.gram.new_empty(len(pools), self.pool)
         fixed = kept.scatter(1, pools, torch.zeros_like(pools, dtype=torch.bool))
+        memory: list[tuple[Tensor, Tensor, Tensor, linalg.Eliminated]] = []
 
         def reduce(part: Tensor) -> None:
-            square[part], left[part] = _reduced(self.gram, linear[part], fixed[part], pools[part])
+            index, real = listed(fixed[part])
+            rest = _eliminated(self.gram, linear[part], index, real, pools[part])
+            explained = rest.explained.to(self.gram)
+            square[part] = restrict(self.gram, pools[part], pools[part]) - explained[:, :-1, :-1]
+            left[part] = linear[part].gather(1, pools[part]) - explained[:, :-1, -1]
+            if self.remembers:
+                memory.append((part, index, real, rest))
 
         by_rows(reduce, fixed.sum(dim=1), self.pool)
         inside = kept.gather(1, pools)
@@ -114,18 +134,19 @@ class _Rows:
         self.kept[rows] = kept.scatter(1, pools, inside)
         # A row that found nothing to change will hardly find something in the next round.
         self.active[rows] = (inside != kept.gather(1, pools)).any(dim=1)
+        # What is left of the linear term is, inside, the weight itself.
+        of_pool = torch.where(inside, left, 0.0)
+        for part, index, real, rest in memory:
+            best = torch.zeros_like(linear[part]).scatter_(1, pools[part], of_pool[part])
+            best.scatter_add_(1, index, (rest.values(of_pool[part]) * real).to(best))
+            values[rows[part]] = best.to(values)
         return moves
 
 
-def _reduced(gram: Tensor, linear: Tensor, fixed: Tensor, free: Tensor) -> tuple[Tensor, Tensor]:
-    """Γ = G_UU − G_UF G_FF⁻¹ G_FU and c_U − G_UF G_FF⁻¹ c_F: the problem of free variables U once F takes its best values."""
-    square, left = restrict(gram, free, free), linear.gather(1, free)
-    index, real = listed(fixed)
-    if not index.shape[1]:
-        return square, left
-    cross = torch.cat([restrict(gram, index, free), linear.gather(1, index).unsqueeze(2)], dim=2) * real.unsqueeze(2)
-    explained = linalg.eliminate(blocks(gram, index, real), cross)
-    return square - explained[:, :-1, :-1].to(gram), left - explained[:, :-1, -1].to(gram)
+def _eliminated(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor) -> linalg.Eliminated:
+    """Take the listed columns of every row out of its least-squares problem, for the pool's columns to decide."""
+    cross = torch.cat([restrict(gram, index, pool), linear.gather(1, index).unsqueeze(2)], dim=2) * real.unsqueeze(2)
+    return linalg.Eliminated.from_blocks(blocks(gram, index, real), cross)
 
 
 def _ranks(values: Tensor) -> Tensor:

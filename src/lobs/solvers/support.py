@@ -13,6 +13,8 @@ from lobs.problem import Problem, Solution, finish
 _FLOAT32_SAFE = 1e-4
 # From this many multiply-adds on, weights come from conjugate gradients instead of one Cholesky a row.
 _MANY = 2e10
+# Share of the right-hand side that a float32 solution's gradient may have.
+_ROUNDING = 1e-3
 
 
 def single_precision(metric: linalg.Metric, weight: Tensor) -> bool:
@@ -48,13 +50,22 @@ def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> So
 
 
 def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> Tensor:
+    if near is not None and _settled(gram, weight, kept, near.to(gram)):
+        # What is left of the gradient is float32's own rounding; a few steps in float64 take it off.
+        return linalg.conjugate_gradients(gram, weight, kept, near.to(gram), steps=12, tolerance=1e-3)
     work = float(kept.sum(dim=1, dtype=torch.float64).pow(3).sum()) / 6
     if work < _MANY:
         return least_squares(gram, weight, kept)
     start = (weight if near is None else near).float()
     close = linalg.conjugate_gradients(gram.float(), weight.float(), kept, start, steps=60, tolerance=1e-3)
-    # What is left of the gradient is float32's own rounding; a few steps in float64 take it off.
     return linalg.conjugate_gradients(gram, weight, kept, close.double(), steps=6)
+
+
+def _settled(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor) -> bool:
+    """Are these weights the best on their support but for rounding? Their gradient then vanishes against what they answer to."""
+    wanted = weight @ gram
+    left = torch.where(kept, wanted - torch.where(kept, near, 0.0) @ gram, 0.0).square().sum(dim=1)
+    return bool((left <= _ROUNDING**2 * torch.where(kept, wanted, 0.0).square().sum(dim=1)).all())
 
 
 def least_squares(gram: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
