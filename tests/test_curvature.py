@@ -78,5 +78,11 @@ def test_mistakes_are_named():
         fisher_diagonal(
             nn.Sequential(nn.Conv2d(1, 2, 1)), [torch.randn(1, 1, 2, 2)], find_layers(nn.Sequential(nn.Conv2d(1, 2, 1)))
         )
-    with pytest.raises(LobsError, match="not a generator"):
-        prune(model, iter([x]), Sparsity(0.5), solver="obd-fisher", inputs="dense", progress=False)
+
+
+def test_a_generator_is_as_good_as_a_list():
+    model, x = NETS["linear"]()
+    options = {"solver": "obd-fisher", "inputs": "dense", "progress": False}
+    once = prune(model, iter([x]), Sparsity(0.5), **options)
+    again = prune(model, [x], Sparsity(0.5), **options)
+    assert all(torch.equal(once.masks[name], again.masks[name]) for name in again.masks)

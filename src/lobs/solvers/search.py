@@ -25,6 +25,7 @@ _ENOUGH = 0.1  # moves a row below which another round is not worth its factoris
 _BATCH_BYTES = 2**29  # of pools, and of factors where at least _TOGETHER rows' fit
 _TOGETHER = 64
 _STEPS = 15  # conjugate gradient steps for values that only the choice of pools depends on
+_FEW = 5  # where they start near
 
 
 def swap(
@@ -48,7 +49,7 @@ def swap(
     values = weight if near is None else near
     for turn in range(max(1, rounds)):
         if turn == 0 or not all(group.remembers for group in groups):
-            close = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=_STEPS, tolerance=1e-2)
+            close = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=_STEPS if near is None or turn else _FEW, tolerance=1e-2)
             values = close.double()
         moves = sum(group.exchange(v) for group, v in zip(groups, values, strict=True))
         if moves <= _ENOUGH * weight[..., 0].numel() or all(group.complete for group in groups):
@@ -96,11 +97,15 @@ class _Rows:
         """The weakest inside and the most wanted outside, as column numbers."""
         values = values.to(self.gram)
         residual = self.linear - values @ self.gram
-        strength = torch.where(self.kept, values.square() * self.independent, torch.inf)[:, : self.free]
-        wanted = torch.where(self.kept, -1.0, residual.square() / self.independent)[:, : self.free]
-        rank = torch.where(self.kept[:, : self.free], _ranks(strength), _ranks(-wanted))
+        kept = self.kept[:, : self.free]
+        weakness = torch.where(kept, -(values.square() * self.independent)[:, : self.free], -torch.inf)
+        wanted = torch.where(kept, -torch.inf, (residual.square() / self.independent)[:, : self.free])
+        sides = torch.stack([side.topk(self.pool, dim=1).indices for side in (weakness, wanted)], dim=2)
         # Both sides equally, as far as they reach; where one is short, more of the other.
-        return rank.topk(self.pool, dim=1, largest=False).indices
+        real = torch.stack([kept.gather(1, sides[..., 0]), ~kept.gather(1, sides[..., 1])], dim=2)
+        place = torch.arange(2 * self.pool, device=real.device).expand(len(real), -1)
+        first = torch.where(real.flatten(1), place, place + 2 * self.pool).topk(self.pool, dim=1, largest=False).indices
+        return sides.flatten(1).gather(1, first)
 
     def _independence(self, rows: int = 4) -> Tensor:
         """For every column, about which share of its energy a typical support cannot explain: the mean over some rows."""
@@ -147,8 +152,3 @@ def _eliminated(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool:
     """Take the listed columns of every row out of its least-squares problem, for the pool's columns to decide."""
     cross = torch.cat([restrict(gram, index, pool), linear.gather(1, index).unsqueeze(2)], dim=2) * real.unsqueeze(2)
     return linalg.Eliminated.from_blocks(blocks(gram, index, real), cross)
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """Every entry's place in its row, smallest first."""
-    return values.argsort(dim=1).argsort(dim=1)

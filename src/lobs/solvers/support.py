@@ -11,8 +11,9 @@ from lobs.problem import Problem, Solution, finish
 
 # Below this independence float32 would lose the third digit of a loss; work then goes on in float64.
 _FLOAT32_SAFE = 1e-4
-# From this many multiply-adds on, weights come from conjugate gradients instead of one Cholesky a row.
-_MANY = 2e10
+# From this many multiply-adds on, weights come from conjugate gradients instead of one Cholesky a row: from where they start
+# near, and from where they do not.
+_FEW, _MANY = 1e7, 2e10
 # Share of the right-hand side that a float32 solution's gradient may have.
 _ROUNDING = 1e-3
 
@@ -50,10 +51,10 @@ def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> So
 
 
 def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> Tensor:
-    if near is not None and _settled(gram, weight, kept, near.to(gram)):
-        # What is left of the gradient is float32's own rounding; a few steps in float64 take it off.
-        return linalg.conjugate_gradients(gram, weight, kept, near.to(gram), steps=12, tolerance=1e-3)
     work = float(kept.sum(dim=1, dtype=torch.float64).pow(3).sum()) / 6
+    if work > _FEW and near is not None and _settled(gram, weight, kept, near.to(gram)):
+        # What is left of the gradient is float32's own rounding; a few steps in float64 take it off.
+        return linalg.conjugate_gradients(gram, weight, kept, near.to(gram), steps=5, tolerance=1e-2)
     if work < _MANY:
         return least_squares(gram, weight, kept)
     start = (weight if near is None else near).float()
