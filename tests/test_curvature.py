@@ -73,7 +73,6 @@ def test_pruning_by_it_cuts_what_the_loss_curves_least_for():
 
 
 def test_mistakes_are_named():
-    model, x = NETS["linear"]()
     with pytest.raises(LobsError, match="needs a classifier"):
         fisher_diagonal(
             nn.Sequential(nn.Conv2d(1, 2, 1)), [torch.randn(1, 1, 2, 2)], find_layers(nn.Sequential(nn.Conv2d(1, 2, 1)))

@@ -22,8 +22,13 @@ def admm(
     growth: tuple[float, float, float] = (1.3, 1.2, 1.1),
     steps: int = 300,
     polish: int = 10,
+    explicit: bool = False,
 ) -> Tensor:
-    """Prune one matrix (rows, d) to the given fraction of zeros outside the last `protected` columns."""
+    """Prune one matrix (rows, d) to the given fraction of zeros outside the last `protected` columns.
+
+    `explicit` forms (Ψ + ρI)⁻¹ from the eigenvectors whenever ρ changes, as published: d³ each time, but one product of rows·d²
+    a step instead of two.
+    """
     d = weight.shape[1]
     scale = moment.diagonal().clamp_min(0).sqrt()
     scale = torch.where(scale == 0, 1.0, scale)
@@ -35,8 +40,14 @@ def admm(
     rho = start
     v, dual = w.clone(), torch.zeros_like(w)
     before = None
+
+    def inverse() -> Tensor | None:
+        return (vectors / (values + rho)) @ vectors.mT if explicit else None
+
+    solved = inverse()
     for step in range(steps):
-        x = (((wanted - dual + rho * v) @ vectors) / (values + rho)) @ vectors.mT
+        right = wanted - dual + rho * v
+        x = ((right @ vectors) / (values + rho)) @ vectors.mT if solved is None else right @ solved
         v = _largest(x + dual / rho, count, protected)
         dual += rho * (x - v)
         if step % 3 == 2:
@@ -46,6 +57,7 @@ def admm(
                 if moved == 0:
                     break
                 rho *= growth[0] if moved >= 0.1 else growth[1] if moved >= 0.005 else growth[2]
+                solved = inverse()
             before = support
     return (_polish(v, gram, wanted, v != 0, polish) / scale).to(weight)
 

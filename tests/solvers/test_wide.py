@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lobs import ADMM, Auto, ErrorBudget, LobsError, Problem, Refine, Scored, solve
+from lobs.solvers.admm import _sample
 from lobs.solvers.search import swap
 from lobs.solvers.support import least_squares, on_support
 from tests.conftest import make_moment
@@ -40,6 +41,37 @@ def test_conjugate_gradients_agree_with_cholesky_where_it_is_dear(monkeypatch):
     monkeypatch.setattr("lobs.solvers.support._MANY", 0.0)
     iterated = on_support(p, mask)
     assert iterated.error == pytest.approx(direct.error, rel=1e-5)
+
+
+def test_weights_that_swaps_leave_need_no_second_solve(monkeypatch):
+    """The factors of a round of swaps give the best weights on its support: polished, they are those of least squares."""
+    monkeypatch.setattr("lobs.solvers.search._POOL", 8)
+    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 8)
+    p = problem()
+    mask, near = swap(p, solve(p, Scored("magnitude"), 0.6).mask, rounds=2)
+    direct = on_support(p, mask)
+    monkeypatch.setattr("lobs.solvers.support._FEW", -1.0)
+    monkeypatch.setattr("lobs.solvers.support.least_squares", None)  # must not be asked
+    assert on_support(p, mask, near).error == pytest.approx(direct.error, rel=1e-6)
+
+
+def test_swaps_without_room_for_factors_are_as_good(monkeypatch):
+    p = problem()
+    first = solve(p, Scored("magnitude"), 0.6).mask
+    monkeypatch.setattr("lobs.solvers.search._POOL", 8)
+    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 8)
+    with_room = on_support(p, *swap(p, first)).error
+    monkeypatch.setattr("lobs.solvers.search._TOGETHER", 10**9)
+    monkeypatch.setattr("lobs.solvers.search._BATCH_BYTES", 8 * 16 * 16 * len(first))
+    assert on_support(p, *swap(p, first)).error == pytest.approx(with_room, rel=0.05)
+
+
+@pytest.mark.parametrize("columns", [24, 576, 4608])
+def test_a_threshold_is_taken_from_every_column(columns):
+    """A step that divides the number of columns would look at a few positions of a kernel only."""
+    values = torch.arange(1000 * columns)
+    seen = _sample(values, columns) % columns
+    assert len(seen) <= 100_000 and len(seen.unique()) == min(columns, len(seen))
 
 
 def test_least_squares_of_rows_of_different_sizes_is_that_of_each_alone():

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.budgets import BytesOption, FlopsOption, MaxDropOption, ParametersOption, budget_target, score_of
+from lobs.cli.budgets import (
+    AtLeastOption,
+    AtMostOption,
+    BytesOption,
+    FlopsOption,
+    LargerOption,
+    MaxDropOption,
+    ParametersOption,
+    budget_target,
+    limits,
+    score_of,
+)
 from lobs.cli.common import (
     JsonOption,
     LayersOption,
@@ -43,6 +54,9 @@ def prune(
     flops: FlopsOption = None,
     size: BytesOption = None,
     max_drop: MaxDropOption = None,
+    larger_is_better: LargerOption = False,
+    at_least: AtLeastOption = None,
+    at_most: AtMostOption = None,
     scope: Annotated[
         str | None,
         typer.Option(
@@ -84,8 +98,9 @@ def prune(
     if relative and epsilon is None:
         raise LobsError("--relative goes with --epsilon.")
     shaped = pattern_target(pattern, block, structured, keep, sparsity, scope)
-    budget = budget_target(parameters, flops, size, max_drop, scope)
-    target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope)
+    kept_limits = limits(at_least, at_most)
+    budget = budget_target(parameters, flops, size, max_drop, scope, kept_limits)
+    target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope, kept_limits)
     writable(out)
     writable(report)
 
@@ -109,7 +124,7 @@ def prune(
             batch_norm=batch_norm,
             diagnostics=report is not None,
             held_out=subject.held_out,
-            evaluate=score_of(subject, max_drop),
+            evaluate=score_of(subject, max_drop, larger_is_better),
             passes=passes,
         )
     after = subject.score(result.model)
@@ -126,11 +141,20 @@ def prune(
         say("not saved: give --out FILE to keep the pruned network")
 
 
-def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relative: bool, scope: str | None) -> Target:
+def _target(
+    keep: str | None,
+    sparsity: str | None,
+    epsilon: str | None,
+    relative: bool,
+    scope: str | None,
+    limits: dict[str, dict[str, float]],
+) -> Target:
     from lobs.errors import TargetError
     from lobs.targets import ErrorBudget, Sparsity
 
     if epsilon is not None:
+        if limits:
+            raise TargetError("--at-least and --at-most go with a budget for the whole network; ε is each layer's own.")
         if scope == "network":
             raise TargetError("--scope goes with --keep or --sparsity; ε is each layer's own.")
         return ErrorBudget(parse_fractions(epsilon, "--epsilon"), relative=relative)
@@ -138,7 +162,7 @@ def _target(keep: str | None, sparsity: str | None, epsilon: str | None, relativ
         fraction = complement(parse_fractions(keep, "--keep"))
     else:
         fraction = parse_fractions(sparsity or "", "--sparsity")
-    return Sparsity(fraction, scope=scope)  # type: ignore[arg-type]  # checked there, with the choices in its message
+    return Sparsity(fraction, scope=scope, **limits)  # type: ignore[arg-type]  # checked there, with the choices in its message
 
 
 def _write(

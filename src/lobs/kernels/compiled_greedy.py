@@ -39,7 +39,8 @@ def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, l
         return torch.from_numpy(order), torch.from_numpy(losses)
     with track(label, rows) as advance:
         jobs = [
-            workers().submit(_greedy_span, a, w[lo:hi], protected, group, allowed, order[lo:hi], losses[lo:hi]) for lo, hi in pieces
+            workers().submit(_greedy_span, a, w[lo:hi], protected, group, allowed, order[lo:hi], losses[lo:hi])
+            for lo, hi in pieces
         ]
         for job, (lo, hi) in zip(jobs, pieces, strict=True):
             job.result()

@@ -8,6 +8,7 @@ of ρ with one Cholesky each instead of an eigendecomposition; the small loss is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,8 +34,8 @@ class ADMM:
     """
 
     penalty: float = 0.1
-    growth: float = 2.5
-    penalties: int = 3
+    growth: float = 2.0
+    penalties: int = 4
     steps: int = 8
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -53,7 +54,7 @@ class ADMM:
         return on_support(problem, mask)
 
     def support(self, problem: Problem, count: int) -> tuple[Tensor, Tensor]:
-        """Which weights to keep when `count` go, in the weight's shape, and weights near the best, as `search.swap` wants them."""
+        """Which weights to keep when `count` go, in the weight's shape, and weights near its best, as `swap` wants them."""
         gram, w = stacked(problem)
         importance = problem.importance.to(w)
         size = importance.sqrt().unsqueeze(-1)
@@ -82,12 +83,20 @@ def _above(x: Tensor, count: int, protected: int) -> Tensor:
     if count == 0:
         return torch.ones_like(x, dtype=torch.bool)
     size = x.abs()
-    free = size[..., : size.shape[-1] - protected].flatten()
-    sample = free[:: -(-len(free) // _SAMPLE)]
-    keep = size > _smallest(sample, max(1, round(count * len(sample) / len(free))))
+    free = size[..., : size.shape[-1] - protected]
+    sample = _sample(free.flatten(), free.shape[-1])
+    keep = size > _smallest(sample, max(1, round(count * len(sample) / free.numel())))
     if protected:
         keep[..., -protected:] = True
     return keep
+
+
+def _sample(values: Tensor, columns: int) -> Tensor:
+    """Every so-manieth value, in steps that come by every column: a step that divides their number would see only some."""
+    step = -(-len(values) // _SAMPLE)
+    while math.gcd(step, columns) > 1:
+        step += 1
+    return values[::step]
 
 
 def _smallest(values: Tensor, count: int) -> float:

@@ -49,8 +49,8 @@ def swap(
     values = weight if near is None else near
     for turn in range(max(1, rounds)):
         if turn == 0 or not all(group.remembers for group in groups):
-            close = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=_STEPS if near is None or turn else _FEW, tolerance=1e-2)
-            values = close.double()
+            steps = _STEPS if near is None or turn else _FEW
+            values = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=steps, tolerance=1e-2).double()
         moves = sum(group.exchange(v) for group, v in zip(groups, values, strict=True))
         if moves <= _ENOUGH * weight[..., 0].numel() or all(group.complete for group in groups):
             break

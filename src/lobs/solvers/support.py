@@ -63,7 +63,7 @@ def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> T
 
 
 def _settled(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor) -> bool:
-    """Are these weights the best on their support but for rounding? Their gradient then vanishes against what they answer to."""
+    """Are these the best weights on their support but for rounding? Then their gradient vanishes against what it answers to."""
     wanted = weight @ gram
     left = torch.where(kept, wanted - torch.where(kept, near, 0.0) @ gram, 0.0).square().sum(dim=1)
     return bool((left <= _ROUNDING**2 * torch.where(kept, wanted, 0.0).square().sum(dim=1)).all())

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from lobs import LobsError
+from tests.cli.test_cli import USER_CODE, as_json, invoke
+
+ACCURATE = (
+    USER_CODE
+    + """
+def accuracy():
+    model, batches, error = network()
+    return model, batches, lambda net: 100 - error(net)
+"""
+)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "ownbudget.py").write_text(ACCURATE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "ownbudget:network"
+
+
+def test_parameters_are_kept_to_the_weight(own):
+    assert as_json("prune", own, "--parameters", 30)["kept"] == 30
+
+
+def test_a_linear_network_spends_two_operations_a_weight(own):
+    assert as_json("prune", own, "--flops", 60)["kept"] == 30
+
+
+def test_bytes_count_values_masks_and_all_that_stays_dense(own):
+    done = as_json("prune", own, "--bytes", 400)
+    masks, biases = (80 + 7) // 8 + (24 + 7) // 8, 4 * (8 + 3)
+    assert done["kept"] == (400 - masks - biases) // 4
+
+
+def test_floors_and_ceilings_hold_by_glob(own):
+    free = as_json("prune", own, "--keep", "30%")["layers"]
+    held = as_json("prune", own, "--keep", "30%", "--at-least", "2=90%", "--at-most", "0=20%", "--passes", 1)["layers"]
+    assert held[1]["kept_fraction"] >= 0.9 > free[1]["kept_fraction"]
+    capped = as_json("prune", own, "--parameters", 20, "--at-most", "*=25%")["layers"]
+    assert all(row["kept_fraction"] <= 0.25 for row in capped)
+
+
+def test_max_drop_stays_within_and_reports_every_trial(own):
+    done = as_json("prune", own, "--max-drop", 5)
+    assert done["after"] - done["before"] <= 5
+    trials = done["settings"]["trials"]
+    assert 1 < len(trials) <= 8 and done["kept"] == min(t["kept"] for t in trials if t["drop"] <= 5)
+
+
+def test_a_score_may_be_larger_the_better(own):
+    done = as_json("prune", "ownbudget:accuracy", "--max-drop", 5, "--larger-is-better")
+    assert done["before"] - done["after"] <= 5
+    assert done["kept"] == as_json("prune", own, "--max-drop", 5)["kept"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--parameters", "30", "--flops", "60"], "exactly one"),
+        (["--parameters", "30", "--scope", "layer"], "whole network"),
+        (["--keep", "30%", "--larger-is-better"], "goes with --max-drop"),
+        (["--keep", "30%", "--at-least", "0.5"], "names no layer"),
+        (["--keep", "30%", "--at-least", "nosuch=0.5"], "nosuch"),
+        (["--keep", "30%", "--at-least", "*=0.5"], "Loosen"),
+        (["--epsilon", "0.1", "--at-most", "*=0.5"], "whole network"),
+        (["--keep", "0=30%", "--at-most", "*=0.5"], "its own fraction"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(own, options, said):
+    with pytest.raises(LobsError) as caught:
+        invoke("prune", own, *options)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
