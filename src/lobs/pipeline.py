@@ -102,6 +102,7 @@ def prune(
                     job.look_again(outcome.model)
                     outcome = job.run(job.plan(wanted))
         certificate = outcome.certify(held_out)
+        outlook = job.outlook(outcome)
     if inplace:
         model.load_state_dict(outcome.model.state_dict())
     settings = {
@@ -124,4 +125,5 @@ def prune(
         settings=settings,
         seconds=time.perf_counter() - began,
         batch_norm=outcome.norms,
+        outlook=outlook,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from lobs.problem import Solution
 from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive, shown
 from lobs.report.words import number, percent
-from lobs.result import Histogram
+from lobs.result import Histogram, Pruning
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -52,13 +52,18 @@ def sensitivity_note(histogram: Histogram, share: float = 0.9) -> str:
 
 def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
     """Lines: relative error against percent removed, for solvers that know it; marks: where each run stopped."""
-    found = [(index, run, run.pruning.solutions[name]) for index, run in enumerate(runs) if name in run.pruning.solutions]
+    found = [(index, run, _solutions(run)[name]) for index, run in enumerate(runs) if name in _solutions(run)]
     lines = [_line(index, s, s.curve) for index, _, s in found if s.curve is not None and s.energy > 0]
     if not lines:
         return None
     cuts = [_cut(index, run.label, solution) for index, run, solution in found]
     y = axis("relative error", type="log", range=_range(lines, cuts))
     return figure(lines + cuts[::-1], HEIGHT, axis("weights removed (%)", range=[-2, 102]), y)
+
+
+def _solutions(run: Run) -> dict[str, Solution]:
+    """Files keep the outlook, not the solutions."""
+    return run.pruning.solutions if isinstance(run.pruning, Pruning) else {}
 
 
 def thin(curve: Tensor, cut: int, points: int = 400) -> list[int]:
