@@ -23,7 +23,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 )
-PATIENCE = 300  # seconds; a busy machine is slow, not broken
+PATIENCE = 240  # seconds; a busy machine is slow, not broken
 
 
 def missing() -> str:
@@ -52,6 +52,7 @@ class Chrome:
             answer = self._send("POST", "/session", {"capabilities": {"alwaysMatch": {"browserName": "chrome", **wanted}}})
             self.base += f"/session/{answer['sessionId']}"
             self._send("POST", "/url", {"url": "about:blank"})  # leave the page that new tabs show
+            self.log("performance")
         except BaseException:
             self.__exit__()
             raise

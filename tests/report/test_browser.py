@@ -84,7 +84,7 @@ def test_the_slider_redraws_kept_fractions_and_predicted_errors_from_the_stored_
         assert bars == pytest.approx([100 * (1 - outlook.removed[n][stop] / outlook.totals[n]) for n in names])
         marks = page.run("return document.getElementById('what-if-errors').data[0].x")
         assert marks == [outlook.errors[n][stop] or None for n in names]
-        shown = page.run("return document.getElementById('what-if-change').data.at(-1).y[0]")
+        shown = page.run("return document.getElementById('what-if-change').data[1].y[0]")
         assert shown == (outlook.change[stop] or None)
         share = float(text(page, "budget-share").rstrip("\u202f %"))
         assert share == pytest.approx(100 * outlook.kept_fraction(stop), rel=5e-3)
@@ -118,7 +118,7 @@ def test_a_run_without_curves_says_why_there_is_no_slider(opened, run):
     page = opened("none.html")
     assert not page.run("return document.getElementById('budget')")
     said = page.run("return document.getElementById('what-if').textContent")
-    assert "No slider" in said and "every layer its own share" in said
+    assert "No slider" in said and "each layer by itself" in said
     assert whatif.slider([run]) is not None
 
 

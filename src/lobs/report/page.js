@@ -10,7 +10,8 @@ function power(exponent) {
 }
 
 // Whole powers of ten only, and not too many of them; inside one decade plotly's own ticks say more.
-function decades([low, high]) {
+function decades(range) {
+  const [low, high] = [Math.min(...range), Math.max(...range)];
   const step = Math.max(1, Math.ceil((high - low) / 6));
   const exponents = [];
   for (let e = Math.ceil(low); e <= high; e += step) exponents.push(e);

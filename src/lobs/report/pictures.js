@@ -1,6 +1,6 @@
 const levels = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
 const signed = (text) => new Int8Array(levels(text).buffer);
-const blank = { showgrid: false, showticklabels: false, ticks: "", zeroline: false };
+const blank = { showgrid: false, showticklabels: false, ticks: "", zeroline: false, showline: false };
 
 // A heat map whose cells are square, drawn from the top; what is null shows the paper.
 function picture(plot, z, text, scale, limits, top = 26) {
@@ -39,12 +39,12 @@ function sheet({ filters, channels, kernel, scale }, bits) {
   const [kh, kw] = kernel;
   const across = Math.max(1, Math.min(filters, Math.floor(16 / channels)));
   const gap = 1;
-  const wide = channels * (kw + gap) + gap;
-  const z = Array.from({ length: Math.ceil(filters / across) * (kh + 2 * gap) - gap }, () => new Array(across * wide - gap).fill(null));
+  const wide = channels * (kw + gap) + 2 * gap;
+  const z = Array.from({ length: Math.ceil(filters / across) * (kh + 3 * gap) - 3 * gap }, () => new Array(across * wide - 3 * gap).fill(null));
   const text = z.map((row) => row.map(() => ""));
   bits.forEach((value, place) => {
     const x = place % kw, y = Math.floor(place / kw) % kh, channel = Math.floor(place / (kw * kh)) % channels, filter = Math.floor(place / (kw * kh * channels));
-    const row = Math.floor(filter / across) * (kh + 2 * gap) + y, column = (filter % across) * wide + channel * (kw + gap) + x;
+    const row = Math.floor(filter / across) * (kh + 3 * gap) + y, column = (filter % across) * wide + channel * (kw + gap) + x;
     z[row][column] = value === -128 ? null : value;
     text[row][column] = `filter ${filter + 1}, channel ${channel + 1}, (${y + 1}, ${x + 1})<br>${value === -128 ? "removed" : ((value / 127) * scale).toPrecision(3)}`;
   });

@@ -41,7 +41,7 @@ if (outlook) {
   function errorMarks(run) {
     const stop = stopOf(run);
     return {
-      type: "scatter", mode: "markers", y: places, marker: { color: run.colour, size: 11 },
+      type: "scatter", mode: "markers", y: places, marker: { color: run.colour, symbol: run.symbol, size: 11 },
       x: places.map((i) => run.errors[i]?.[stop] || null),
       hovertext: places.map((i) => `${outlook.layers[i]}<br>${run.label}: predicted ${digits(run.errors[i]?.[stop])}`),
     };
@@ -57,7 +57,7 @@ if (outlook) {
   }
   const errorRange = span(outlook.runs.flatMap((run) => run.errors.flatMap((row) => row ?? [])), 5);
   const changeRange = span(outlook.runs.flatMap((run) => [...run.change, run.measured]), 4);
-  const shareRange = span(outlook.runs.flatMap((run) => run.shares.map((x) => 100 * x)), 3);
+  const shares = logs(outlook.runs.flatMap((run) => run.shares.map((x) => 100 * x)));
 
   function changeLines() {
     const lines = outlook.runs.map((run) => ({
@@ -66,22 +66,22 @@ if (outlook) {
     }));
     const measured = outlook.runs.filter((run) => run.measured).map((run) => ({
       type: "scatter", mode: "markers", x: [100 * run.shares[run.at]], y: [run.measured],
-      marker: { color: run.colour, size: 12, symbol: "diamond" }, hovertext: [`${run.label}: measured ${digits(run.measured)}<br>${percent(run.shares[run.at])} kept`],
+      marker: { color: run.colour, size: 12, symbol: "x" }, hovertext: [`${run.label}: measured ${digits(run.measured)}<br>${percent(run.shares[run.at])} kept`],
     }));
     const here = outlook.runs.map((run) => ({
       type: "scatter", mode: "markers", x: [100 * run.shares[stopOf(run)]], y: [run.change[stopOf(run)] || null],
       marker: { color: tint("--paper"), size: 13, line: { color: run.colour, width: 3 } },
       hovertext: [`${run.label}: predicted ${digits(run.change[stopOf(run)])}`],
     }));
-    return [...lines, ...measured, ...here];
+    return [...lines, ...here, ...measured];
   }
 
   painters["what-if-kept"] = (plot) => show(plot, outlook.runs.map(keptBars), { height, bargap: 0.3, xaxis: { title: { text: "weights kept (%)" }, range: [0, 100] }, yaxis: rows });
-  painters["what-if-errors"] = (plot) => show(plot, outlook.runs.map(errorMarks), {
+  painters["what-if-errors"] = (plot) => show(plot, outlook.runs.map(errorMarks).reverse(), {
     height, xaxis: { title: { text: "predicted relative error" }, type: "log", range: errorRange }, yaxis: { ...rows, showgrid: true },
   });
   painters["what-if-change"] = (plot) => show(plot, changeLines(), {
-    height: 300, xaxis: { title: { text: "weights kept (%)" }, type: "log", range: [shareRange[1] + 0.02, shareRange[0] - 0.02] },
+    height: 300, xaxis: { title: { text: "weights kept (%)" }, type: "log", range: [Math.max(...shares) + 0.05, Math.min(...shares) - 0.05] },
     yaxis: { title: { text: "change of the output" }, type: "log", range: changeRange },
   });
 

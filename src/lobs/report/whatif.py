@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lobs.report.figures import COLOURS, shown
+from lobs.report.figures import COLOURS, MARKS, shown
 from lobs.report.words import short_names
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def absence(run: Run) -> str:
     target = str(run.pruning.settings.get("target", ""))
     if target.startswith(("Sparsity", "Budget")) and "scope='layer'" not in target and "{" not in target.partition(",")[0]:
         return "it was saved without its error curves: by an earlier version, or in a compact file"
-    return "its target gives every layer its own share, so no budget was shared out and no error curves were compared"
+    return "its target speaks of each layer by itself, so no budget was shared out and no error curves were compared"
 
 
 def _outlook(run: Run) -> Any:
@@ -40,6 +40,7 @@ def _table(index: int, run: Run, names: Sequence[str]) -> dict[str, Any]:
     return {
         "label": shown(run.label),
         "colour": COLOURS[index % len(COLOURS)],
+        "symbol": MARKS[index % len(MARKS)][0],
         "totals": [outlook.totals.get(name) for name in names],
         "removed": [outlook.removed.get(name) for name in names],
         "errors": [[_finite(x) for x in outlook.errors[name]] if name in outlook.errors else None for name in names],
