@@ -30,7 +30,11 @@ def missing() -> str:
     """What is not installed, or nothing."""
     if browser() is None:
         return "no Chromium here: install the packages chromium and chromium-driver to run the browser tests"
-    return "" if shutil.which("chromedriver") else "no chromedriver here: install the package chromium-driver to run the browser tests"
+    return (
+        ""
+        if shutil.which("chromedriver")
+        else "no chromedriver here: install the package chromium-driver to run the browser tests"
+    )
 
 
 def browser() -> str | None:
@@ -111,9 +115,7 @@ class Chrome:
         return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
     def emulate(self, width: int = 1200, height: int = 900, *, scheme: str = "light", phone: bool = False) -> None:
-        self.protocol(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone
-        )
+        self.protocol("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         self.protocol("Emulation.setTouchEmulationEnabled", enabled=phone)
         self.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 

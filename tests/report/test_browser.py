@@ -14,7 +14,10 @@ pytestmark = [
     pytest.mark.skipif(bool(chrome.missing()), reason=chrome.missing() or "there is one"),
     pytest.mark.xdist_group("browser"),
 ]
-DRAWN = "return [...document.querySelectorAll('.plot')].filter(p => !p.closest('[hidden]')).every(p => p.querySelector('.main-svg'))"
+DRAWN = (
+    "return [...document.querySelectorAll('.plot')].filter(p => !p.closest('[hidden]'))"
+    ".every(p => p.querySelector('.main-svg'))"
+)
 
 
 def pruned(fraction=0.8, **more):
@@ -24,9 +27,7 @@ def pruned(fraction=0.8, **more):
         *(nn.Flatten(), nn.Linear(128, 12), nn.ReLU(), nn.Linear(12, 5)),
     )
     images = torch.rand(200, 1, 16, 16)
-    result = lobs.prune(
-        model, [images], fraction, solver=lobs.Exact(backend="torch"), diagnostics=True, progress=False, **more
-    )
+    result = lobs.prune(model, [images], fraction, solver=lobs.Exact(backend="torch"), diagnostics=True, progress=False, **more)
     return Run("main", result, 1.5, 1.8, dense=model, example=images)
 
 

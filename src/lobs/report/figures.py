@@ -129,6 +129,7 @@ def rows_of(labels: Sequence[str]) -> dict[str, Any]:
 
 
 def height(rows: int, runs: int, bar: int = 14) -> int:
+    """Pixels for so many rows of bars, with room for their axis."""
     return 70 + max(rows * (bar * runs + 14), 90)
 
 

@@ -45,6 +45,7 @@ def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -
         histograms=histograms,
         curves=curves,
         ledgers=ledgers,
+        mended={run.pruning.settings.get("inputs") == "asymmetric" for run in runs},
         slider=whatif.slider(runs),
         absences={run.label: whatif.absence(run) for run in runs if run.pruning.outlook is None},
         pixels=pictures.pixels(runs),

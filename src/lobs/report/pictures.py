@@ -24,7 +24,7 @@ _TILES, _CHANNELS = 192, 12
 _REMOVED = -128
 
 
-class _Reached(Exception):
+class _ReachedError(Exception):
     """The first layer has been called: nothing after it matters."""
 
 
@@ -62,7 +62,7 @@ def _first(model: nn.Module, image: Tensor) -> tuple[Layer, Tensor] | None:
     def watch(layer: Layer) -> Handle:
         def stop(x: Tensor) -> None:
             found.append((layer, x))
-            raise _Reached
+            raise _ReachedError
 
         return layer.on_input(stop)
 
@@ -70,7 +70,7 @@ def _first(model: nn.Module, image: Tensor) -> tuple[Layer, Tensor] | None:
         for layer in find_layers(model):
             handles.append(watch(layer))  # noqa: PERF401 - if one fails, those before it must still come off
         call(model, image)
-    except _Reached:
+    except _ReachedError:
         pass
     finally:
         for handle in handles:
