@@ -401,3 +401,15 @@ def test_targets_that_share_nothing_out_say_so(three):
     budget = network_budget()
     lost = dataclasses.replace(budget.pruning, outlook=None)
     assert "saved without its error curves" in whatif.absence(Run("old", lost))
+
+
+def test_without_a_curve_of_its_own_a_layers_line_is_the_outlooks(tmp_path):
+    live = network_budget()
+    saved = read_run(live.pruning.save(tmp_path / "net.safetensors"))
+    for layer in live.pruning.layers:
+        line, cut = panels.error_curve(layer.name, [saved])["data"]
+        outlook = live.pruning.outlook
+        assert line["line"]["dash"] == "dot"
+        assert line["y"] == [error or None for error in outlook.errors[layer.name]]
+        assert line["x"] == pytest.approx([100 * n / layer.total for n in outlook.removed[layer.name]], abs=1e-3)
+        assert (cut["x"][0], cut["y"][0]) == (100 * (1 - layer.kept_fraction), pytest.approx(layer.relative_error))
