@@ -17,7 +17,8 @@ FLOORS = [
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "calibrate", "resume"},
     {"chain", "allocate", "influence", "streams", "batchnorm", "shrinking", "curvature", "retraining"},
-    {"bounds", "result", "surgery"},
+    {"bounds", "outlook", "surgery"},
+    {"result"},
     {"job"},
     {"pipeline"},
     {"sweep", "verify", "report", "runtime", "export", "stages"},
@@ -26,7 +27,7 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-MATH_BANK = {"linalg", "targets", "problem", "scores", "masks", "ledger", "kernels", "solvers", "allocate"}
+MATH_BANK = {"linalg", "targets", "problem", "scores", "masks", "ledger", "kernels", "solvers", "allocate", "outlook"}
 FLOOR_OF = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

@@ -16,7 +16,7 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 def test_there_are_examples():
-    assert {"own_cnn", "retrain", "text_encoder"} <= {path.stem for path in EXAMPLES}
+    assert {"own_cnn", "retrain", "text_encoder", "two_four"} <= {path.stem for path in EXAMPLES}
 
 
 @pytest.mark.slow

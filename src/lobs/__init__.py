@@ -98,6 +98,8 @@ _ROOMS = (
     "ledger",
     "linalg",
     "masks",
+    "outlook",
+    "report",
     "retraining",
     "runtime",
     "scores",

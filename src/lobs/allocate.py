@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +20,25 @@ _FEWEST_ROWS = 4
 
 @dataclass(frozen=True)
 class RowLosses:
-    """What deletions cost in some rows of a layer, rising along each row: (groups, some rows, steps)."""
+    """What deletions cost in some rows of a layer, step by step: (groups, some rows, steps)."""
 
     losses: Tensor
     rows: Tensor
     of: int  # rows there are
+    energy: float  # mean squared output of the dense layer
+
+    @property
+    def multiplicity(self) -> float:
+        """How many rows each of these stands for."""
+        return self.of / len(self.rows)
+
+    def keys(self, importance: Tensor) -> Tensor:
+        """What decides who goes first: never falling along a row."""
+        return self.losses.cummax(dim=-1).values * importance.to(self.losses)[:, self.rows].unsqueeze(-1)
 
     def curve(self, prunable: int, importance: Tensor, fewest: int = 0, most: int | None = None, price: float = 1.0) -> Curve:
         """The layer's curve when rows matter as `importance` (groups, rows) says."""
-        keys = self.losses * importance.to(self.losses)[:, self.rows].unsqueeze(-1)
-        return Curve(keys.flatten(), self.of / len(self.rows), prunable, fewest, most, price)
+        return Curve(self.keys(importance).flatten(), self.multiplicity, prunable, fewest, most, price)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ def row_losses(problem: Problem) -> RowLosses:
     count = max(min(rows, _FEWEST_ROWS), min(rows, affordable))
     picked = torch.linspace(0, rows - 1, count).round().long()
     part = problem if count == rows else problem.some_rows(picked.to(problem.weight.device))
-    return RowLosses(Exact().path(part).losses.cummax(dim=-1).values.cpu(), picked, rows)
+    return RowLosses(Exact().path(part).losses.cpu(), picked, rows, problem.energy)
 
 
 def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:
@@ -69,24 +78,42 @@ def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:
     greedy would take the next deletion; a layer's share is how many of its own fall before the cut. Where all prices are 1 the
     counts add up to `give` exactly; otherwise to at least that. One sort of all keys.
     """
-    reach = sum((c.prunable if c.most is None else c.most) * c.price for c in curves.values())
-    forced = sum(c.fewest * c.price for c in curves.values())
-    if give > reach + 1e-6 or (forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values())):
-        raise TargetError(
-            f"the limits per layer allow between {forced:,.0f} and {reach:,.0f} to go, but {give:,.0f} must. "
-            f"Loosen keep_at_least or keep_at_most."
-        )
+    return allocations(curves, [give])[0]
+
+
+def reach(curves: Mapping[str, Curve]) -> tuple[float, float]:
+    """The least and the most that limits per layer allow to go."""
+    most = sum((c.prunable if c.most is None else c.most) * c.price for c in curves.values())
+    return sum(c.fewest * c.price for c in curves.values()), most
+
+
+def allocations(curves: Mapping[str, Curve], gives: Sequence[float]) -> list[dict[str, int]]:
+    """`allocate` for several budgets, rising, from the same sort."""
+    forced, most = reach(curves)
+    for give in gives:
+        if give > most + 1e-6 or (forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values())):
+            raise TargetError(
+                f"the limits per layer allow between {forced:,.0f} and {most:,.0f} to go, but {give:,.0f} must. "
+                f"Loosen keep_at_least or keep_at_most."
+            )
     keys = torch.cat([_limited(c) for c in curves.values()])
     owner = torch.repeat_interleave(torch.arange(len(curves)), torch.tensor([len(c.keys) for c in curves.values()]))
     worth = torch.tensor([c.multiplicity * c.price for c in curves.values()], dtype=torch.float64)
-    order = keys.sort(stable=True).indices
-    total = worth[owner[order]].cumsum(0)
-    taken = torch.bincount(owner[order[: int((total <= give + 1e-6).sum())]], minlength=len(curves)).tolist()
-    counts = {
+    owner = owner[keys.sort(stable=True).indices]
+    total = worth[owner].cumsum(0)
+    cuts = torch.searchsorted(total, torch.tensor(gives, dtype=torch.float64) + 1e-6, right=True).tolist()
+    taken, shares = torch.zeros(len(curves), dtype=torch.int64), []
+    for give, start, stop in zip(gives, [0, *cuts], cuts, strict=False):
+        taken = taken + torch.bincount(owner[start:stop], minlength=len(curves))
+        shares.append(_settled(curves, _counts(curves, taken.tolist()), give))
+    return shares
+
+
+def _counts(curves: Mapping[str, Curve], taken: Sequence[int]) -> dict[str, int]:
+    return {
         name: max(c.fewest, min(c.prunable if c.most is None else c.most, round(n * c.multiplicity)))
         for (name, c), n in zip(curves.items(), taken, strict=True)
     }
-    return _settled(curves, counts, give)
 
 
 def _limited(curve: Curve) -> Tensor:

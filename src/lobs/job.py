@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs import bounds, linalg, scores, streams
-from lobs.allocate import RowLosses, allocate, row_losses
+from lobs.allocate import Curve, RowLosses, allocate, row_losses
 from lobs.batchnorm import BatchNormEffect, reestimate
 from lobs.calibrate import Calibration, collect
 from lobs.curvature import fisher_diagonal
@@ -22,6 +22,7 @@ from lobs.influence import output_influence
 from lobs.layers import Layer, find_layers
 from lobs.ledger import Certificate
 from lobs.masks import joined
+from lobs.outlook import Outlook, look_out
 from lobs.problem import Problem, Solution, Solver
 from lobs.progress import track
 from lobs.result import Histogram, LayerResult
@@ -105,6 +106,7 @@ class Job:
         self.curvature = fisher_diagonal(model, batches, layers) if "curvature" in solver.needs else {}
         self.influence: dict[str, Tensor] = {}
         self._losses: dict[str, RowLosses] = {}
+        self._sharing: tuple[Sparsity | Budget, Mapping[str, float] | None] | None = None
 
     @cached_property
     def prunable(self) -> dict[str, int]:
@@ -147,14 +149,25 @@ class Job:
         """Every layer's count from one budget, by error curves on the dense network."""
         if not self._losses:
             self._measure()
+        self._sharing = target, prices
+        counts = allocate(self._curves(target, prices), give)
+        return {name: Sparsity(count / max(1, self.prunable[name]), scope="layer") for name, count in counts.items()}
+
+    def _curves(self, target: Sparsity | Budget, prices: Mapping[str, float] | None) -> dict[str, Curve]:
         curves = {}
         for layer in self.layers:
             n = self.prunable[layer.name]
             limits = removable(target, layer.name, n)
             price = 1.0 if prices is None else prices[layer.name]
             curves[layer.name] = self._losses[layer.name].curve(n, self.influence[layer.name], *limits, price)
-        counts = allocate(curves, give)
-        return {name: Sparsity(count / max(1, self.prunable[name]), scope="layer") for name, count in counts.items()}
+        return curves
+
+    def outlook(self, outcome: Outcome) -> Outlook | None:
+        """What other budgets would have asked of the layers, where one budget was shared out; no further pruning."""
+        if self._sharing is None:
+            return None
+        done = {name: solution.removed for name, solution in outcome.solutions.items()}
+        return look_out(self._curves(*self._sharing), self._losses, self.influence, done)
 
     def _measure(self) -> None:
         self.influence = output_influence(self.model, self.batches, self.layers)

@@ -45,8 +45,7 @@ def prune(
         batches: unlabelled inputs, a few hundred or more: an iterable of tensors, of tuples whose first item is the input, or
             of mappings of keyword arguments. They are run several times; a generator is read into a list first.
         target: `Sparsity`, `Budget`, `ErrorBudget`, `NByM`, `Block`, `Structured`, or a number for the fraction removed from
-        the
-            network as a whole.
+            the network as a whole.
         solver: a name from `SOLVERS`, or a solver.
         inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned layers before it give and must
             reproduce what the dense network gives there, so that it mends what they spoiled. "pruned": the same inputs, but
@@ -102,6 +101,7 @@ def prune(
                     job.look_again(outcome.model)
                     outcome = job.run(job.plan(wanted))
         certificate = outcome.certify(held_out)
+        outlook = job.outlook(outcome)
     if inplace:
         model.load_state_dict(outcome.model.state_dict())
     settings = {
@@ -124,4 +124,5 @@ def prune(
         settings=settings,
         seconds=time.perf_counter() - began,
         batch_norm=outcome.norms,
+        outlook=outlook,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from lobs import checkpoint
 from lobs.batchnorm import BatchNormEffect
+from lobs.errors import FileError
 from lobs.ledger import Certificate
+from lobs.outlook import Outlook
 from lobs.problem import Solution
 
 
@@ -49,22 +52,19 @@ class LayerResult:
         return self.kept / self.total if self.total else 1.0
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Pruning:
-    """A pruned network and everything known about it.
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Account:
+    """What is known about a pruning, without its tensors: a row per layer, the certificate, settings, the outlook.
 
-    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer, error
-    curve included.
+    `outlook` says what other budgets would have asked of the layers, where one budget was shared out among them.
     """
 
-    model: nn.Module
-    masks: dict[str, Tensor]
     layers: tuple[LayerResult, ...]
     certificate: Certificate
-    solutions: dict[str, Solution] = field(repr=False)
     settings: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     batch_norm: BatchNormEffect | None = None
+    outlook: Outlook | None = None
 
     @property
     def kept(self) -> int:
@@ -100,6 +100,35 @@ class Pruning:
             "seconds": self.seconds,
         }
 
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], where: str = "the file") -> Account:
+        """Read back what `Pruning.save` wrote."""
+        try:
+            rows, norms, outlook = record["layers"], record.get("batch_norm"), record.get("outlook")
+            return Account(
+                layers=tuple(_layer(row) for row in rows),
+                certificate=Certificate(**record["certificate"]),
+                settings=dict(record.get("settings", {})),
+                seconds=float(record.get("seconds", 0.0)),
+                batch_norm=None if norms is None else BatchNormEffect(**norms),
+                outlook=None if outlook is None else Outlook.from_record(outlook),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FileError(f"{where} holds no record of a pruning that can be read: {error!r}.") from error
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Pruning(Account):
+    """A pruned network and everything known about it.
+
+    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer, error
+    curve included.
+    """
+
+    model: nn.Module
+    masks: dict[str, Tensor]
+    solutions: dict[str, Solution] = field(repr=False)
+
     def __repr__(self) -> str:
         return f"Pruning\n{self.summary()}"
 
@@ -124,4 +153,16 @@ class Pruning:
 
     def save(self, path: str | os.PathLike[str], **extra: Any) -> Path:
         """Write weights, masks and the record to a safetensors file; `extra` joins the record."""
-        return checkpoint.save(path, self.model, self.masks, {**self.record(), **extra})
+        outlook = {} if self.outlook is None else {"outlook": asdict(self.outlook)}
+        return checkpoint.save(path, self.model, self.masks, {**self.record(), **outlook, **extra})
+
+
+def _layer(row: Mapping[str, Any]) -> LayerResult:
+    known = {item.name for item in fields(LayerResult)}
+    values = {key: value for key, value in row.items() if key in known}
+    histogram = values.get("sensitivity")
+    spans = {name: (int(start), int(stop)) for name, (start, stop) in values.get("parameters", {}).items()}
+    more = {"shape": tuple(values["shape"]), "parameters": spans}
+    if histogram is not None:
+        more["sensitivity"] = Histogram(tuple(histogram["edges"]), tuple(histogram["counts"]), histogram["zeros"])
+    return LayerResult(**{**values, **more})

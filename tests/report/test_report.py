@@ -19,7 +19,7 @@ from torch import nn
 import lobs
 from lobs.errors import FileError, LobsError
 from lobs.ledger import Certificate
-from lobs.report import Run, figures, panels, words, write_report
+from lobs.report import Run, figures, panels, pictures, read_run, waterfall, whatif, words, write_report
 from lobs.report.tables import environment
 from lobs.result import Histogram
 
@@ -137,8 +137,12 @@ def test_the_numbers_are_those_of_the_pruning(three, page):
     assert marks == {tuple(layer.relative_error for layer in one.pruning.layers) for one in three}
     bars = [trace["x"] for trace in shown["bounds"]["data"]]
     assert bars == [[c.measured, c.bound, c.frobenius_bound] for c in (one.pruning.certificate for one in three)]
-    for trace in shown["contributions"]["data"]:
-        assert sum(trace["x"]) == pytest.approx(100)
+    for index, one in enumerate(three):
+        (bars,) = shown[f"ledger-{index}"]["data"]
+        certificate = one.pruning.certificate
+        assert bars["x"][:-2] == pytest.approx(list(certificate.contributions.values()))
+        assert sum(bars["x"][:-2]) == pytest.approx(certificate.bound)
+        assert bars["x"][-2:] == [certificate.bound, certificate.measured]
 
 
 def test_the_best_of_a_column_is_marked_and_equals_are_not(three, page):
@@ -181,7 +185,7 @@ def test_a_run_without_curves_and_histograms_leaves_those_sections_out(page):
     plain = run("magnitude")
     layers = tuple(dataclasses.replace(layer, sensitivity=None) for layer in plain.pruning.layers)
     text = own(page([Run("magnitude", dataclasses.replace(plain.pruning, layers=layers))]))
-    assert set(drawn(text)) == {"kept", "relative", "bounds", "contributions"}
+    assert set(drawn(text)) == {"kept", "relative", "bounds", "ledger-0"}
     assert "How much each weight matters" not in text
     assert "What more pruning would cost" not in text
     assert "test error" not in text
@@ -229,16 +233,32 @@ def test_many_layers_are_chosen_from_a_list(page):
     tags = Reader(own(page([run("exact", deep)]))).tags
     assert [tag for tag, _ in tags].count("select") == 2
     shown = [a for tag, a in tags if tag == "figure" and "data-panel" in a and "hidden" not in a]
-    assert [a["data-panel"] for a in shown] == ["sensitivity-0", "curve-0"]
+    assert [a["data-panel"] for a in shown] == ["sensitivity-0", "curve-0", "ledger-0"]
 
 
-def test_shares_of_the_bound_show_the_layers_that_matter(three):
+def test_a_long_ledger_joins_small_steps_and_still_adds_up(three):
     result = three[0].pruning
-    layers = tuple(dataclasses.replace(result.layers[0], name=f"l{i}") for i in range(20))
     certificate = Certificate(210.0, 210.0, 1.0, {f"l{i}": i + 1.0 for i in range(20)})
-    figure = figures.contributions([Run("deep", dataclasses.replace(result, layers=layers, certificate=certificate))])
-    assert figure["layout"]["yaxis"]["ticktext"] == [f"l{i}" for i in range(8, 20)]
-    assert figure["data"][0]["x"] == [pytest.approx((i + 1) / 2.1) for i in range(8, 20)]
+    figure = waterfall.waterfall(Run("deep", dataclasses.replace(result, certificate=certificate)), most=12)
+    assert figure["layout"]["yaxis"]["ticktext"] == [
+        *("8 layers between", *(f"l{i}" for i in range(8, 20))),
+        *("guaranteed bound", "measured"),
+    ]
+    bars = figure["data"][0]
+    assert bars["x"] == pytest.approx([36.0, *range(9, 21), 210.0, 1.0])
+    assert bars["base"][1:13] == pytest.approx(list(itertools.accumulate(range(9, 20), initial=36)))
+
+
+def test_with_asymmetric_inputs_the_ledger_shows_what_layers_mend(three):
+    result = three[0].pruning
+    layers = [dataclasses.replace(x, relative_error=e) for x, e in zip(result.layers, (0.2, 0.5, 0.1), strict=True)]
+    settings = {**result.settings, "inputs": "asymmetric"}
+    steps = waterfall.deviations(Run("mended", dataclasses.replace(result, layers=tuple(layers), settings=settings)))
+    assert [(s.start, s.stop) for s in steps] == [(0.0, 0.2), (0.2, 0.5), (0.5, 0.1), (0.0, 0.1)]
+    figure = waterfall.waterfall(Run("mended", dataclasses.replace(result, layers=tuple(layers), settings=settings)))
+    colours = figure["data"][0]["marker"]["color"]
+    assert colours == [waterfall.RISES, waterfall.RISES, waterfall.FALLS, figures.NEUTRAL]
+    assert figure["data"][0]["base"] == [0.0, 0.2, 0.1, 0.0]
 
 
 def test_names_are_cut_to_what_tells_them_apart():
@@ -296,3 +316,100 @@ def test_no_runs_are_refused(tmp_path):
 def test_importing_the_report_does_not_import_plotly_or_torch():
     code = "import sys, lobs.report; sys.exit(any(name in sys.modules for name in ('plotly', 'jinja2', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def network_budget(**more):
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+    images = torch.rand(30, 1, 6, 6)
+    result = lobs.prune(model, [images], 0.7, solver=SOLVERS["exact"], progress=False, **more)
+    return Run("budget", result, 1.0, 2.0, dense=model, example=images)
+
+
+def test_a_saved_run_makes_the_same_page_as_a_live_one(tmp_path, page):
+    live = network_budget()
+    path = live.pruning.save(tmp_path / "net.safetensors", before=1.0, after=2.0, command="lobs prune it")
+    saved = read_run(path, "budget")
+    assert saved.pruning.outlook == live.pruning.outlook
+    assert saved.pruning.layers == live.pruning.layers
+    assert saved.pruning.certificate == live.pruning.certificate
+    assert whatif.slider([saved]) == whatif.slider([live])
+    assert waterfall.waterfall(saved) == waterfall.waterfall(live)
+    assert pictures.gallery([saved])[0]["sheets"] == pictures.gallery([live])[0]["sheets"][1:]
+    assert "lobs prune it" in own(page([saved]))
+
+
+def test_a_file_without_a_record_is_refused(tmp_path):
+    lobs.save(tmp_path / "net.safetensors", nn.Linear(2, 2))
+    with pytest.raises(FileError, match=r"'.*net\.safetensors' holds no record of a pruning"):
+        read_run(tmp_path / "net.safetensors")
+
+
+def test_the_page_stays_small_beyond_the_plotting_library(page):
+    assert len(own(page([network_budget()]))) < 150_000
+
+
+def test_pixels_read_are_those_with_a_weight_left():
+    torch.manual_seed(0)
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
+    with torch.no_grad():
+        linear[1].weight[:, 7] = 0
+        linear[1].weight[1:, 8] = 0
+    share = pictures.pixels_read(linear, torch.rand(2, 1, 6, 6)).flatten()
+    assert share[7] == 0
+    assert share[8] == pytest.approx(0.2)
+    assert bool((share[9:] == 1).all())
+
+
+def test_pixels_read_by_a_convolution_follow_its_stride_and_padding():
+    convolution = nn.Conv2d(1, 1, 3, stride=2, padding=1, bias=False)
+    with torch.no_grad():
+        convolution.weight.zero_()
+        convolution.weight[0, 0, 1, 1] = 1.0
+    share = pictures.pixels_read(nn.Sequential(convolution), torch.rand(1, 1, 5, 5))
+    expected = torch.zeros(5, 5)
+    expected[::2, ::2] = 1.0
+    assert torch.equal(share > 0, expected > 0)
+    assert bool((share[::2, ::2] == 1).all())
+
+
+def test_inputs_that_are_no_pictures_give_no_picture():
+    for example in (
+        torch.rand(3, 6),
+        torch.ones(2, 1, 6, 6).long(),
+        torch.rand(2, 7, 6, 6),
+        None,
+        {"x": torch.rand(2, 1, 6, 6)},
+    ):
+        assert not pictures.is_picture(example)
+    result = run("magnitude")
+    assert pictures.pixels([dataclasses.replace(result, example=torch.rand(5, 6))]) is None
+
+
+def test_a_convolution_without_pictures_is_left_out_of_the_gallery():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten(), nn.Linear(3 * 16, 4))
+    result = lobs.prune(model, [torch.rand(20, 2, 4, 4)], 0.5, solver=SOLVERS["exact"], progress=False)
+    assert pictures.gallery([Run("1x1", result, dense=model)]) == []
+
+
+def test_targets_that_share_nothing_out_say_so(three):
+    assert all("each layer by itself" in whatif.absence(one) for one in three)
+    assert whatif.slider(three) is None
+    budget = network_budget()
+    lost = dataclasses.replace(budget.pruning, outlook=None)
+    assert "saved without its error curves" in whatif.absence(Run("old", lost))
+
+
+def test_without_a_curve_of_its_own_a_layers_line_is_the_outlooks(tmp_path):
+    live = network_budget()
+    saved = read_run(live.pruning.save(tmp_path / "net.safetensors"))
+    for layer in live.pruning.layers:
+        line, cut = panels.error_curve(layer.name, [saved])["data"]
+        outlook = live.pruning.outlook
+        assert line["line"]["dash"] == "dot"
+        assert line["y"] == [error or None for error in outlook.errors[layer.name]]
+        assert line["x"] == pytest.approx([100 * n / layer.total for n in outlook.removed[layer.name]], abs=1e-3)
+        assert (cut["x"][0], cut["y"][0]) == (100 * (1 - layer.kept_fraction), pytest.approx(layer.relative_error))

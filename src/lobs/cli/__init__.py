@@ -19,6 +19,7 @@ from lobs.cli import (
     export_,
     inspect_,
     prune,
+    report_,
     reproduce,
     retrain,
     shrink,
@@ -47,6 +48,7 @@ app.command()(retrain.retrain)
 app.command()(retrain.iterate)
 app.command()(sweep.sweep)
 app.command()(verify.verify)
+app.command(name="report")(report_.report)
 app.command()(export_.export)
 app.command()(bench.bench)
 app.command()(data.data)

@@ -13,6 +13,7 @@ from lobs.cli.common import JsonOption, command_line, folder, notes, optional, p
 
 if TYPE_CHECKING:
     from lobs.report import Run
+    from lobs.result import Pruning
 
 # 7.0 % of all weights; the small last layers keep more, as in the paper.
 KEPT = {"fc1": 0.051, "fc2": 0.20, "fc3": 0.65}
@@ -38,6 +39,7 @@ def demo(
     before = subject.score(subject.model)
     by_layer = Sparsity({name: 1 - kept for name, kept in KEPT.items()})
     runs: list[Run] = []
+    pruned: list[Pruning] = []
     with notes():
         for solver, label in METHODS.items():
             if not json:
@@ -53,12 +55,15 @@ def demo(
                 diagnostics=ours,
                 held_out=subject.held_out,
             )
-            runs.append(Run(label, result, before, subject.score(result.model)))
+            pruned.append(result)
+            pictures = {"dense": subject.model, "example": next(iter(subject.batches))}
+            runs.append(Run(label, result, before, subject.score(result.model), **pictures))
     best = runs[-1]
     report = write_report(
         target_folder / "report.html", runs[::-1], title="LeNet-300-100 at 7 % of its weights", command=command_line()
     )
-    network = best.pruning.save(target_folder / "lenet300-7pct.safetensors", **subject.provenance())
+    facts = {"before": before, "after": best.error_after, "metric": best.metric, "command": command_line()}
+    network = pruned[-1].save(target_folder / "lenet300-7pct.safetensors", **subject.provenance(), **facts)
     if json:
         rows = [{"method": r.label, "error_before": before, "error_after": r.error_after, **r.pruning.record()} for r in runs]
         print_json({"runs": rows, "report": str(report), "network": str(network)})

@@ -49,7 +49,10 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
     from lobs.export import dense_sizes
 
     saved = _checkpoint(network, trust)
-    done = save_compact(target, saved.state_dict, saved.masks, saved.record, values=cast(Values, values))
+    record = {
+        key: value for key, value in saved.record.items() if key != "outlook"
+    }  # the report's curves can outweigh a network
+    done = save_compact(target, saved.state_dict, saved.masks, record, values=cast(Values, values))
     others = dense_sizes(saved.state_dict)
     if json:
         documents = [{**asdict(t), "stored_bytes": t.stored_bytes} for t in done.tensors]

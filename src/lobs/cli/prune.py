@@ -178,8 +178,10 @@ def _write(
 
     written = {}
     if out is not None:
-        written["network"] = str(result.save(out, **subject.provenance(), before=before, after=after))
+        facts = {"before": before, "after": after, "metric": subject.metric, "command": command_line()}
+        written["network"] = str(result.save(out, **subject.provenance(), **facts))
     if report is not None:
-        run = Run(solver, result, before, after, subject.metric)
+        example = next(iter(subject.batches), None)
+        run = Run(solver, result, before, after, subject.metric, dense=subject.model, example=example)
         written["report"] = str(write_report(report, [run], title=subject.title, command=command_line()))
     return written

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lobs.errors import LobsError
 from lobs.files import atomic_write
 
 if TYPE_CHECKING:
-    from lobs.result import Pruning
+    from torch import Tensor, nn
 
-__all__ = ["Run", "write_report"]
+    from lobs.result import Account
+
+__all__ = ["Run", "read_run", "write_report"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +24,21 @@ class Run:
     """One method's result, as a report shows it.
 
     `error_before` and `error_after` are the dense and the pruned network's test errors, in the unit that `metric` names.
+    The rest is for pictures, and may be left out: `dense` is the network before (or its state dict), `pruned` the one after
+    (a `Pruning` has it already), `example` a batch of its inputs. `command` is what made this run, `note` why pictures are
+    missing.
     """
 
     label: str
-    pruning: Pruning
+    pruning: Account
     error_before: float | None = None
     error_after: float | None = None
     metric: str = "test error (%)"
+    dense: nn.Module | Mapping[str, Tensor] | None = None
+    pruned: nn.Module | Mapping[str, Tensor] | None = None
+    example: Any = None
+    command: str = ""
+    note: str = ""
 
 
 def write_report(
@@ -52,3 +62,26 @@ def write_report(
     with atomic_write(path) as partial:
         partial.write_bytes(content)
     return Path(path)
+
+
+def read_run(path: str | os.PathLike[str], label: str = "") -> Run:
+    """A run from a file that `Pruning.save` or `lobs prune --out` wrote; the label is the file's name if none is given."""
+    from lobs.checkpoint import load
+    from lobs.result import Account
+
+    saved = load(path)
+    record = saved.record
+
+    def number(key: str) -> float | None:
+        value = record.get(key)
+        return float(value) if isinstance(value, int | float) else None
+
+    return Run(
+        label=label or Path(path).name.removesuffix(".safetensors"),
+        pruning=Account.from_record(record, f"'{path}'"),
+        error_before=number("before"),
+        error_after=number("after"),
+        metric=str(record.get("metric", "test error (%)")),
+        pruned=saved.state_dict,
+        command=str(record.get("command", "")),
+    )

@@ -42,7 +42,7 @@ def kept(runs: Sequence[Run]) -> Figure:
     if same:
         data[0]["marker"]["color"] = NEUTRAL
     x = axis("weights kept (%), the same in all runs" if same else "weights kept (%)", range=[0, 100])
-    return figure(data, _height(len(names), len(data)), x, _rows(short_names(names)))
+    return figure(data, height(len(names), len(data)), x, rows_of(short_names(names)))
 
 
 def relative_errors(runs: Sequence[Run]) -> Figure:
@@ -53,7 +53,7 @@ def relative_errors(runs: Sequence[Run]) -> Figure:
     low, high = _exponents([x for trace in data for x in trace["x"]])
     x = axis("relative error", type="log", range=[math.floor(low - 0.05), math.ceil(high + 0.05)])
     # The last trace lies on top: the main run. The figure stands beside `kept`.
-    return figure(data[::-1], kept(runs)["layout"]["height"], x, _rows(short_names(names)) | {"showgrid": True})
+    return figure(data[::-1], kept(runs)["layout"]["height"], x, rows_of(short_names(names)) | {"showgrid": True})
 
 
 def bounds(runs: Sequence[Run]) -> Figure | None:
@@ -72,20 +72,7 @@ def bounds(runs: Sequence[Run]) -> Figure | None:
     low = math.floor(low - 0.3)  # a bar of no length would be no bar
     x = axis("change of the output", type="log", range=[low, max(high + 0.25 * (high - low), low + 1.2)])
     guaranteed = any(run.pruning.certificate.bound is not None for run in runs)
-    return figure(data, _height(len(rows), len(runs), 20), x, _rows(rows)) if guaranteed else None
-
-
-def contributions(runs: Sequence[Run], most: int = 12) -> Figure | None:
-    """Bars: each layer's share of its run's spectral bound, for the layers that matter; None without any bound."""
-    bounded = [(index, run) for index, run in enumerate(runs) if positive(run.pruning.certificate.bound)]
-    names = layer_names(runs)
-    shares = {name: max((_share(run, name) for _, run in bounded), default=0.0) for name in names}
-    largest = sorted(names, key=lambda name: -shares[name])[:most]
-    rows = [name for name in names if name in largest]
-    data = [_bars(index, *_by_layer(run, rows, *_share_of(run))) for index, run in bounded]
-    height = max(_height(len(rows), len(data)), _height(4, len(runs), 20))  # stands beside `bounds`
-    x = axis("share of the spectral bound (%)" + (f", the {most} largest" if len(names) > most else ""))
-    return figure(data, height, x, _rows(short_names(rows))) if data else None
+    return figure(data, height(len(rows), len(runs), 20), x, rows_of(rows)) if guaranteed else None
 
 
 def layer_names(runs: Sequence[Run]) -> list[str]:
@@ -119,15 +106,6 @@ def shown(text: str) -> str:
     return escape(text, quote=False)
 
 
-def _share(run: Run, name: str) -> float:
-    certificate = run.pruning.certificate
-    return 100 * certificate.contributions.get(name, 0.0) / (certificate.bound or 1.0)
-
-
-def _share_of(run: Run) -> tuple[Callable[[LayerResult], float], Callable[[LayerResult], str]]:
-    return lambda layer: _share(run, layer.name), lambda layer: f"{number(_share(run, layer.name), 3)} %"
-
-
 def _by_layer(
     run: Run, names: Sequence[str], value: Callable[[LayerResult], float], words: Callable[[LayerResult], str]
 ) -> tuple[list[float | None], list[str]]:
@@ -144,13 +122,14 @@ def _bars(index: int, values: Sequence[float | None], hover: Sequence[str]) -> d
     return {"type": "bar", "orientation": "h", "x": list(values), "y": places, "hovertext": list(hover), "marker": style}
 
 
-def _rows(labels: Sequence[str]) -> dict[str, Any]:
+def rows_of(labels: Sequence[str]) -> dict[str, Any]:
     """Rows from the top. Their places are numbers, so that two names cut to the same text stay two rows."""
     ticks = {"tickvals": list(range(len(labels))), "ticktext": [shown(label) for label in labels]}
     return {**ticks, "range": [len(labels) - 0.5, -0.5], "showgrid": False, "ticklabelstandoff": 6}
 
 
-def _height(rows: int, runs: int, bar: int = 14) -> int:
+def height(rows: int, runs: int, bar: int = 14) -> int:
+    """Pixels for so many rows of bars, with room for their axis."""
     return 70 + max(rows * (bar * runs + 14), 90)
 
 

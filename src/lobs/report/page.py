@@ -10,7 +10,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from lobs.report import figures, panels, tables, words
+from lobs.report import figures, panels, pictures, tables, waterfall, whatif, words
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -33,9 +33,8 @@ def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -
         "kept": figures.kept(runs),
         "relative": figures.relative_errors(runs),
         "bounds": figures.bounds(runs),
-        "contributions": figures.contributions(runs),
     }
-    histograms, curves = _histograms(runs[0]), _curves(runs)
+    histograms, curves, ledgers = _histograms(runs[0]), _curves(runs), _ledgers(runs)
     page = _templates().get_template("page.html.j2")
     return page.render(
         title=title,
@@ -45,7 +44,14 @@ def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -
         side_by_side=_SIDE_BY_SIDE,
         histograms=histograms,
         curves=curves,
-        figures={name: figure for name, figure in wide.items() if figure} | {p.id: p.figure for p in histograms + curves},
+        ledgers=ledgers,
+        mended={run.pruning.settings.get("inputs") == "asymmetric" for run in runs},
+        slider=whatif.slider(runs),
+        absences={run.label: whatif.absence(run) for run in runs if run.pruning.outlook is None},
+        pixels=pictures.pixels(runs),
+        gallery=pictures.gallery(runs),
+        figures={name: figure for name, figure in wide.items() if figure}
+        | {p.id: p.figure for p in histograms + curves + ledgers},
         styles=[
             (figures.COLOURS[i % len(figures.COLOURS)], figures.MARKS[i % len(figures.MARKS)][1]) for i in range(len(runs))
         ],
@@ -69,6 +75,11 @@ def _curves(runs: Sequence[Run]) -> list[Panel]:
     return [Panel(f"curve-{i}", name, figure) for i, name, figure in drawn if figure]
 
 
+def _ledgers(runs: Sequence[Run]) -> list[Panel]:
+    drawn = [(i, run, waterfall.waterfall(run)) for i, run in enumerate(runs)]
+    return [Panel(f"ledger-{i}", run.label, figure) for i, run, figure in drawn if figure]
+
+
 def _refusals(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs without a bound by the reason for it: usually the network's shape, and then the same for all."""
     found: dict[str, list[Run]] = {}
@@ -83,6 +94,6 @@ def _templates() -> Environment:
     templates = Environment(autoescape=True, loader=loader, undefined=StrictUndefined, trim_blocks=True)
     # Were a number that is not JSON to slip through, better an error here than a blank page at the reader's.
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    templates.filters |= {"number": words.number, "fixed": words.fixed, "percent": words.percent}
+    templates.filters |= {"number": words.number, "fixed": words.fixed, "percent": words.percent, "plain": words.plain}
     templates.globals |= {"tables": tables}
     return templates

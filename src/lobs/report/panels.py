@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lobs.outlook import Outlook
 from lobs.problem import Solution
 from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive, shown
 from lobs.report.words import number, percent
-from lobs.result import Histogram
+from lobs.result import Histogram, Pruning
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -51,12 +52,22 @@ def sensitivity_note(histogram: Histogram, share: float = 0.9) -> str:
 
 
 def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
-    """Lines: relative error against percent removed, for solvers that know it; marks: where each run stopped."""
-    found = [(index, run, run.pruning.solutions[name]) for index, run in enumerate(runs) if name in run.pruning.solutions]
-    lines = [_line(index, s, s.curve) for index, _, s in found if s.curve is not None and s.energy > 0]
+    """Lines: relative error against percent removed, by the solver or else by the outlook; marks: where each run stopped."""
+    lines, cuts = [], []
+    for index, run in enumerate(runs):
+        solution = run.pruning.solutions.get(name) if isinstance(run.pruning, Pruning) else None
+        layer = next((layer for layer in run.pruning.layers if layer.name == name), None)
+        if solution is not None and solution.curve is not None and solution.energy > 0:
+            lines.append(_line(index, solution, solution.curve))
+        elif run.pruning.outlook is not None and name in run.pruning.outlook.totals:
+            lines.append(_forecast(index, run.pruning.outlook, name))
+            solution = None  # what the line forecasts is the layer's own error, as its row has it
+        if solution is not None:
+            cuts.append(_cut(index, run.label, solution.removed, solution.prunable, solution.relative_error))
+        elif layer is not None:
+            cuts.append(_cut(index, run.label, layer.total - layer.kept, layer.total, layer.relative_error))
     if not lines:
         return None
-    cuts = [_cut(index, run.label, solution) for index, run, solution in found]
     y = axis("relative error", type="log", range=_range(lines, cuts))
     return figure(lines + cuts[::-1], HEIGHT, axis("weights removed (%)", range=[-2, 102]), y)
 
@@ -79,23 +90,33 @@ def thin(curve: Tensor, cut: int, points: int = 400) -> list[int]:
 def _line(index: int, solution: Solution, curve: Tensor) -> dict[str, Any]:
     counts = thin(curve, solution.removed)
     errors = [math.sqrt(max(error, 0.0) / solution.energy) for error in curve[counts].tolist()]
+    # More digits than a screen shows only make the file large.
+    return _drawn(index, counts, [float(f"{error:.5g}") for error in errors], solution.prunable)
+
+
+def _forecast(index: int, outlook: Outlook, name: str) -> dict[str, Any]:
+    return _drawn(index, outlook.removed[name], outlook.errors[name], outlook.totals[name], dash="dot")
+
+
+def _drawn(index: int, counts: Sequence[int], errors: Sequence[float], total: int, dash: str = "solid") -> dict[str, Any]:
+    removed = [round(_removed(count, total), 3) for count in counts]
     return {
         "type": "scatter",
         "mode": "lines",
-        "x": [round(_removed(count, solution), 3) for count in counts],
-        "y": [positive(float(f"{error:.5g}")) for error in errors],  # more digits than a screen shows only make the file large
-        "line": {"color": COLOURS[index % len(COLOURS)], "width": 2},
+        "x": removed,
+        "y": [positive(error) for error in errors],
+        "hovertext": [f"{x:g} % removed<br>{number(error)}" for x, error in zip(removed, errors, strict=True)],
+        "line": {"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
     }
 
 
-def _cut(index: int, label: str, solution: Solution) -> dict[str, Any]:
-    error = solution.relative_error
-    hover = f"{shown(label)}<br>{solution.removed:,} of {solution.prunable:,} removed<br>relative error {number(error)}"
-    return mark(index, [_removed(solution.removed, solution)], [positive(error)], [hover])
+def _cut(index: int, label: str, removed: int, total: int, error: float) -> dict[str, Any]:
+    hover = f"{shown(label)}<br>{removed:,} of {total:,} removed<br>relative error {number(error)}"
+    return mark(index, [_removed(removed, total)], [positive(error)], [hover])
 
 
-def _removed(count: int, solution: Solution) -> float:
-    return 100 * count / max(solution.prunable, 1)
+def _removed(count: int, total: int) -> float:
+    return 100 * count / max(total, 1)
 
 
 def _range(lines: Sequence[dict[str, Any]], cuts: Sequence[dict[str, Any]]) -> list[float]:

@@ -15,6 +15,7 @@ from lobs.report.words import fixed, number, percent
 
 if TYPE_CHECKING:
     from lobs.report import Run
+    from lobs.result import LayerResult
 
 
 class Column(NamedTuple):
@@ -59,6 +60,13 @@ def _tests(runs: Sequence[Run]) -> Column:
     if len({run.metric for run in runs}) == 1:
         return Column(runs[0].metric, [run.error_after for run in runs], texts)
     return Column("test", [None] * len(runs), [f"{text} {run.metric}" for text, run in zip(texts, runs, strict=True)])
+
+
+def side_by_side(runs: Sequence[Run]) -> dict[str, list[LayerResult | None]]:
+    """Every layer with each run's line about it, if it has one."""
+    rows = [{layer.name: layer for layer in run.pruning.layers} for run in runs]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def settings(runs: Sequence[Run]) -> dict[str, list[str]]:

@@ -33,6 +33,15 @@ def fixed(value: float | None) -> str:
     return f"{value:,.2f}" if plain else number(value)
 
 
+def plain(value: float) -> str:
+    """A number for machines to sort by; nothing where there is none.
+
+    >>> plain(0.25), plain(float("nan"))
+    ('0.25', '')
+    """
+    return f"{value:.9g}" if math.isfinite(value) else ""
+
+
 def percent(fraction: float) -> str:
     """A fraction in percent, on one line with its sign."""
     return f"{fixed(100 * fraction)}\u202f%"
