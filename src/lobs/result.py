@@ -162,7 +162,7 @@ def _layer(row: Mapping[str, Any]) -> LayerResult:
     values = {key: value for key, value in row.items() if key in known}
     histogram = values.get("sensitivity")
     spans = {name: (int(start), int(stop)) for name, (start, stop) in values.get("parameters", {}).items()}
-    more = {"shape": tuple(values["shape"]), "parameters": spans}
+    more: dict[str, Any] = {"shape": tuple(values["shape"]), "parameters": spans}
     if histogram is not None:
         more["sensitivity"] = Histogram(tuple(histogram["edges"]), tuple(histogram["counts"]), histogram["zeros"])
     return LayerResult(**{**values, **more})

@@ -87,7 +87,9 @@ def test_help_is_quick_and_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["demo", "train", "eval", "inspect", "prune", "sweep", "verify", "report", "export", "bench"])
+@pytest.mark.parametrize(
+    "command", ["demo", "train", "eval", "inspect", "prune", "sweep", "verify", "report", "export", "bench"]
+)
 def test_every_command_teaches_with_an_example(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0 and "xample" in result.output and "--json" in result.output

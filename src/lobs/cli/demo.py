@@ -56,8 +56,8 @@ def demo(
                 held_out=subject.held_out,
             )
             pruned.append(result)
-            pictures = {"dense": subject.model, "example": next(iter(subject.batches))}
-            runs.append(Run(label, result, before, subject.score(result.model), **pictures))
+            after, example = subject.score(result.model), next(iter(subject.batches))
+            runs.append(Run(label, result, before, after, dense=subject.model, example=example))
     best = runs[-1]
     report = write_report(
         target_folder / "report.html", runs[::-1], title="LeNet-300-100 at 7 % of its weights", command=command_line()

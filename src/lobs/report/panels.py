@@ -53,7 +53,8 @@ def sensitivity_note(histogram: Histogram, share: float = 0.9) -> str:
 
 def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
     """Lines: relative error against percent removed, by the solver or else by the outlook; marks: where each run stopped."""
-    lines, cuts = [], []
+    lines: list[dict[str, Any]] = []
+    cuts: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
         solution = run.pruning.solutions.get(name) if isinstance(run.pruning, Pruning) else None
         layer = next((layer for layer in run.pruning.layers if layer.name == name), None)

@@ -86,7 +86,8 @@ def _reads(layer: Layer, x: Tensor, image: Tensor, counts: Tensor) -> Tensor | N
 
 def pixels(runs: Sequence[Run]) -> dict[str, Any] | None:
     """What the page draws: the mean input, and for every run whose network is at hand what is read of it."""
-    drawn, mean = [], None
+    drawn: list[dict[str, Any]] = []
+    mean: Tensor | None = None
     for run in runs:
         model, example = pruned_network(run), run.example
         example = example[0] if isinstance(example, tuple | list) and example else example

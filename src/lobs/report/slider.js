@@ -94,7 +94,8 @@ if (outlook) {
     say("budget-change", digits(lead.change[stop]));
     slider.setAttribute("aria-valuetext", `${percent(kept / total)} kept`);
     const ran = stop === lead.at;
-    say("budget-place", ran ? `This is the budget that was run; measured: ${digits(lead.measured)}.` : "A budget that was not run: predicted, not measured.");
+    const measured = lead.measured === null ? "" : ` Measured: ${digits(lead.measured)}.`;
+    say("budget-place", ran ? `This is the budget that was run.${measured}` : "A budget that was not run: predicted, not measured.");
     document.getElementById("budget-back").disabled = ran;
     const code = document.getElementById("budget-code");
     if (code) code.textContent = `lobs.prune(model, batches, lobs.Sparsity(${Number((1 - kept / total).toPrecision(6))}))`;
