@@ -26,6 +26,15 @@ class RowLosses:
     rows: Tensor
     of: int  # rows there are
 
+    def packed(self) -> dict[str, Tensor]:
+        """All of it as tensors."""
+        return {"losses": self.losses, "rows": self.rows, "of": torch.tensor(self.of)}
+
+    @classmethod
+    def unpacked(cls, parts: Mapping[str, Tensor]) -> RowLosses:
+        """The inverse of `packed`."""
+        return cls(parts["losses"], parts["rows"], int(parts["of"]))
+
     def curve(self, prunable: int, importance: Tensor, fewest: int = 0, most: int | None = None, price: float = 1.0) -> Curve:
         """The layer's curve when rows matter as `importance` (groups, rows) says."""
         keys = self.losses * importance.to(self.losses)[:, self.rows].unsqueeze(-1)

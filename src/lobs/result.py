@@ -65,6 +65,8 @@ class Pruning:
     settings: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     batch_norm: BatchNormEffect | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    peak_bytes: int | None = None  # the most memory the process ever had resident
 
     @property
     def kept(self) -> int:
@@ -98,6 +100,8 @@ class Pruning:
             "batch_norm": None if self.batch_norm is None else asdict(self.batch_norm),
             "settings": self.settings,
             "seconds": self.seconds,
+            "phases": self.phases,
+            "peak_bytes": self.peak_bytes,
         }
 
     def __repr__(self) -> str:
@@ -117,6 +121,10 @@ class Pruning:
         lines.append(f"{self.certificate} (root mean square over {self.settings.get('samples', '?')} calibration samples)")
         if self.batch_norm is not None:
             lines.append(str(self.batch_norm))
+        if self.phases:
+            spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+            peak = "" if self.peak_bytes is None else f"; at most {self.peak_bytes / 1e6:,.0f} MB of memory"
+            lines.append(f"{self.seconds:.1f} seconds ({spent}){peak}")
         empty = [x.name for x in self.layers if x.total and not x.kept]
         if empty:
             lines.append(f"nothing is left of {', '.join(empty)}: the target may ask too much of a small layer")

@@ -71,7 +71,7 @@ class _Rows:
     def exchange(self, values: Tensor) -> int:
         """One round of swaps in every row and trades among them. Returns the number of moves."""
         pools = self._pools(values)
-        batch = max(2, _BATCH_BYTES // (8 * self.pool**2))
+        batch = max(2, _BATCH_BYTES // max(1, 8 * self.pool**2))
         moves = 0
         for rows in torch.split(self.active.nonzero().squeeze(1), batch):
             if self.late is not None and time.perf_counter() > self.late:
