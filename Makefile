@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 
-.PHONY: help demo test test-all lint types bench docs wheel clean
+.PHONY: help demo test test-all audit lint types bench docs wheel clean
 
 help:
 	@echo "make demo      prune a real network on real data: a table and a report, about a minute"
 	@echo "make test      the default test suite"
 	@echo "make test-all  the slow tests too"
+	@echo "make audit     known vulnerabilities of what we depend on"
 	@echo "make lint      ruff; make types: mypy; make bench: the numbers in docs; make wheel; make clean"
 	@echo "make docs      the documentation site, in build/site"
 
@@ -27,6 +28,16 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'slow or not slow'
+
+# Known holes in what we depend on. Asks the package index; where that cannot answer, it says so and lets the build go on.
+audit: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip-audit 2>/dev/null \
+	  || { echo 'audit: SKIPPED, pip-audit cannot be installed from this machine'; exit 0; }; \
+	$(BIN)/python -m pip_audit --skip-editable --progress-spinner off --timeout 10 >audit.log 2>&1; code=$$?; \
+	if [ $$code -eq 0 ]; then echo 'audit: no known vulnerabilities'; \
+	elif grep -q 'Found [0-9]* known' audit.log; then cat audit.log; exit 1; \
+	else echo "audit: SKIPPED, the vulnerability service does not answer ($$(tail -n 1 audit.log | cut -c1-120))"; fi; \
+	rm -f audit.log
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -11,14 +11,18 @@ import lobs
 
 ROOT = Path(lobs.__file__).parent
 FLOORS = [
-    {"errors", "progress", "__version__"},
-    {"linalg", "targets", "holding", "files"},
+    {"errors", "__version__"},
+    {"distributed", "observe"},
+    {"progress"},
+    {"linalg", "targets", "holding", "files", "batches"},
     {"problem", "layers", "compact", "callbacks", "adapters"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
-    {"solvers", "calibrate", "resume"},
+    {"solvers", "journal", "resume"},
+    {"calibrate"},
     {"chain", "allocate", "influence", "streams", "batchnorm", "shrinking", "curvature", "retraining"},
     {"bounds", "outlook", "surgery"},
     {"result"},
+    {"settled"},
     {"job"},
     {"pipeline"},
     {"sweep", "verify", "report", "runtime", "export", "stages"},

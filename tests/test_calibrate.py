@@ -134,8 +134,9 @@ def test_mode_and_hooks_come_back_even_when_the_model_raises():
     for batches in ([torch.ones(2, 3)], [torch.ones(2, 3), torch.full((2, 3), 1e3)]):
         try:
             collect(model, batches)
-        except ValueError:
-            assert len(batches) == 2
+        except LobsError as error:
+            assert len(batches) == 2 and "batch of shape (2, 3) raised ValueError: too large" in str(error)
+            assert isinstance(error.__cause__, ValueError)
         assert model.training and model.fc.training and not model.frozen.training
         assert not model.fc._forward_pre_hooks
         assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())

@@ -36,6 +36,16 @@ class RowLosses:
         """What decides who goes first: never falling along a row."""
         return self.losses.cummax(dim=-1).values * importance.to(self.losses)[:, self.rows].unsqueeze(-1)
 
+    def packed(self) -> dict[str, Tensor]:
+        """All of it as tensors."""
+        energy = torch.tensor(self.energy, dtype=torch.float64)
+        return {"losses": self.losses, "rows": self.rows, "of": torch.tensor(self.of), "energy": energy}
+
+    @classmethod
+    def unpacked(cls, parts: Mapping[str, Tensor]) -> RowLosses:
+        """The inverse of `packed`."""
+        return cls(parts["losses"], parts["rows"], int(parts["of"]), float(parts["energy"]))
+
     def curve(self, prunable: int, importance: Tensor, fewest: int = 0, most: int | None = None, price: float = 1.0) -> Curve:
         """The layer's curve when rows matter as `importance` (groups, rows) says."""
         return Curve(self.keys(importance).flatten(), self.multiplicity, prunable, fewest, most, price)

@@ -8,7 +8,7 @@ then stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lobs.calibrate import call, evaluating
+from lobs.distributed import crew
 from lobs.layers import Layer
 from lobs.progress import track
 
@@ -66,6 +67,7 @@ def reestimate(
     for turn in range(_PASSES):
         seen = {}
         with (
+            crew().agree(),
             _watching(norms, pruned, seen, follow=turn == 0) as reached,
             evaluating(model),
             track("batch norm", None) as advance,
@@ -74,7 +76,9 @@ def reestimate(
                 reached.clear()
                 call(model, batch)
                 advance(1)
-        for name, sums in seen.items():
+        for name in dict.fromkeys(name for names in crew().hear(list(seen)) for name in names):
+            sums = seen.setdefault(name, _Sums(_mean(norms[name])))
+            sums.join()
             sums.write(norms[name])
     if not seen:
         return None
@@ -85,6 +89,19 @@ def reestimate(
             _mean(norms[name]).copy_(mean)
             _var(norms[name]).copy_(var)
     return BatchNormEffect(tuple(seen), before, after, changed)
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """All running statistics, by name."""
+    return {f"{n}:{part}": t for n, m in find_norms(model).items() for part, t in (("mean", _mean(m)), ("var", _var(m)))}
+
+
+def take_up(model: nn.Module, statistics: Mapping[str, Tensor], effect: Mapping[str, Any] | None) -> BatchNormEffect | None:
+    """Put back statistics that `statistics_of` gave, with what re-estimation had said."""
+    for name, norm in find_norms(model).items():
+        _mean(norm).copy_(statistics[f"{name}:mean"])
+        _var(norm).copy_(statistics[f"{name}:var"])
+    return None if effect is None else BatchNormEffect(**{**effect, "layers": tuple(effect["layers"])})
 
 
 def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
@@ -107,6 +124,11 @@ class _Sums:
         self.n += by_channel.shape[1]
         self.first += by_channel.sum(dim=1)
         self.second += by_channel.square().sum(dim=1)
+
+    def join(self) -> None:
+        """Add up what all processes of the crew have seen; their guesses are the same, the network being so."""
+        crew().add(self.first, self.second)
+        self.n = round(crew().total(self.n)[0])
 
     def write(self, norm: _BatchNorm) -> None:
         if self.n < 2:  # no variance in one value

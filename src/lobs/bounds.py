@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lobs import chain, ledger
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
+from lobs.distributed import crew
 from lobs.errors import UnsupportedLayerError
 from lobs.layers import Handle, Layer, find_layers
 from lobs.ledger import Certificate
@@ -140,7 +141,7 @@ def distances(
         sums[name][1] += float(z.square().sum())
         elements[name] += z.numel()
 
-    with evaluating(model), evaluating(other), track("measure", length(batches)) as advance:
+    with crew().agree(), evaluating(model), evaluating(other), track("measure", length(batches)) as advance:
         for batch in batches:
             first = _run(model, batch, [(before, keep) for before, _ in layers])
             second = _run(other, batch, [(after, compare) for _, after in layers])
@@ -150,9 +151,13 @@ def distances(
                 total += float((first.to(torch.float64) - second.to(torch.float64)).square().sum())
             samples += batch_size(batch)
             advance(1)
-    known = single and samples > 0 and expected in (None, samples)
-    units = {before.name: before.groups * before.rows for before, _ in layers}
-    by_layer = {name: (error, energy, elements[name] // max(1, units[name])) for name, (error, energy) in sums.items()}
+    total, several, *rest = crew().total(total, not single, samples, *(x for n in sums for x in (*sums[n], elements[n])))
+    samples = round(rest.pop(0))
+    known = several == 0 and samples > 0 and expected in (None, samples)
+    by_layer = {}
+    for index, (before, _) in enumerate(layers):
+        error, energy, count = rest[3 * index : 3 * index + 3]
+        by_layer[before.name] = (error, energy, round(count) // max(1, before.groups * before.rows))
     return Distances(math.sqrt(total / samples) if known else None, by_layer)
 
 

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lobs.batches import guarded, told
+from lobs.distributed import crew
 from lobs.errors import CalibrationError
+from lobs.journal import Journal
 from lobs.layers import Handle, Layer, find_layers
 from lobs.progress import shown, track
 from lobs.statistics import Moments
@@ -27,6 +30,20 @@ class Calibration(Mapping[str, Moments]):
     samples: int
     example: Any = field(default=None, repr=False)
     shapes: frozenset[tuple[int, ...]] = frozenset()
+    batches: int = 0
+    outputs: tuple[Sequence[int], ...] = ((),)  # how many numbers each process's batches made the network give
+
+    def drawn_elsewhere(self, rank: int) -> list[int]:
+        """For each batch of one process, how many numbers the others' batches give since its last, all taken in turns."""
+        skipped, found = 0, []
+        for turn in range(max(map(len, self.outputs))):
+            for other, sizes in enumerate(self.outputs):
+                if other == rank and turn < len(sizes):
+                    found.append(skipped)
+                    skipped = 0
+                elif turn < len(sizes):
+                    skipped += sizes[turn]
+        return found
 
     def __getitem__(self, name: str) -> Moments:
         return self.moments[name]
@@ -44,6 +61,7 @@ def collect(
     layers: str | Iterable[str] | Sequence[Layer] | None = None,
     *,
     progress: bool = False,
+    journal: Journal | None = None,
 ) -> Calibration:
     """Stream the second moment of every prunable layer's input in one pass over `batches`.
 
@@ -52,50 +70,113 @@ def collect(
         batches: tensors, tuples whose first item is the input, or mappings of keyword arguments.
         layers: names, globs or `Layer`s; all prunable layers by default.
         progress: draw a bar.
+        journal: where to keep what the pass has reached, and to take it up again.
 
     A layer that no batch reaches, an empty iterable, and NaN or infinite activations are errors that say so. Inputs are
     moved to the device of the model's first parameter.
     """
-    if isinstance(batches, Tensor | str | bytes) or not isinstance(batches, Iterable):
-        raise CalibrationError(
-            f"batches is a {type(batches).__name__}: give a list of batches or a DataLoader; one tensor x is [x]."
-        )
-    chosen = _as_layers(model, layers)
-    moments: dict[str, Moments] = {}
-    samples, example, shapes = 0, None, set[tuple[int, ...]]()
+    batches = guarded(batches, again=False)
+    chosen, journal = _as_layers(model, layers), journal or Journal()
+    seen, complete = _taken_up(journal, chosen)
+    if complete:
+        return seen
+    moments, shapes, begun = dict(seen.moments), set(seen.shapes), seen.batches
+    samples, example, outputs = seen.samples, seen.example, list(seen.outputs[0])
     with (
+        crew().agree(),
         shown(progress),
         track("calibrate", length(batches)) as advance,
         _watching(chosen, moments),
         evaluating(model),
     ):
         for index, batch in enumerate(batches):
-            call(model, batch)
+            if index < begun:
+                continue
+            out = main_output(call(model, batch))
+            outputs.append(0 if out is None else out.numel())
             bad = [name for name, m in moments.items() if not m.finite]
             if bad:
                 raise CalibrationError(
-                    f"layer '{bad[0]}': NaN or infinite input in batch {index}. Check the data and the network on that batch."
+                    f"layer '{bad[0]}': NaN or infinite input in batch {index}, or one whose square is beyond float64. "
+                    f"Check the data and the network on that batch."
                 )
             samples += batch_size(batch)
             sample = _first_sample(batch)
             example = sample if example is None else example
             shapes |= set() if sample is None else {tuple(sample.shape)}
             advance(1)
-    if samples == 0:
+            if journal.due:
+                seen = Calibration(moments, samples, example, frozenset(shapes), index + 1, (outputs,))
+                journal.write(_KEY, *_packed(seen, complete=False))
+    seen = _joined(Calibration(moments, samples, example, frozenset(shapes), len(outputs), (outputs,)), chosen)
+    if seen.samples == 0:
         raise CalibrationError("no calibration batches: the iterable was empty. A generator can be used only once.")
-    missing = [layer.name for layer in chosen if layer.name not in moments]
+    missing = [layer.name for layer in chosen if layer.name not in seen]
     if missing:
         raise CalibrationError(
             f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} such). Skip it: skip={missing}."
         )
-    return Calibration(moments, samples, example, frozenset(shapes))
+    journal.write(_KEY, *_packed(seen, complete=True))
+    return seen
+
+
+def _joined(seen: Calibration, layers: Sequence[Layer]) -> Calibration:
+    """What all processes of the crew have seen together; a layer that some of them never reached counts where it was."""
+    together = crew()
+    if together.size == 1:
+        return seen
+    told = together.hear([list(seen), seen.samples, sorted(map(list, seen.shapes)), list(seen.outputs[0]), seen.batches])
+    moments, by_name = {}, {layer.name: layer for layer in layers}
+    for name in dict.fromkeys(name for names, *_ in told for name in names):
+        layer = by_name[name]
+        bias, device = layer.bias is not None, layer.weight.device
+        moments[name] = seen[name] if name in seen else Moments(layer.groups, layer.columns, bias=bias, device=device)
+        moments[name].join()
+    has_example = together.hear(seen.example is not None)
+    example = None
+    if any(has_example):
+        own = {} if seen.example is None else {"example": seen.example}
+        example = together.give(own, by=has_example.index(True))[0]["example"]
+    shapes = frozenset(tuple(shape) for _, _, some, _, _ in told for shape in some)
+    outputs = tuple(tuple(sizes) for *_, sizes, _ in told)
+    return Calibration(moments, sum(s for _, s, *_ in told), example, shapes, sum(n for *_, n in told), outputs)
+
+
+_KEY = "calibration"
+
+
+def _packed(seen: Calibration, *, complete: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"{part}:{name}": t for name, m in seen.items() for part, t in m.packed().items()}
+    if seen.example is not None:
+        tensors["example"] = seen.example
+    shapes = sorted(map(list, seen.shapes))
+    record = {"layers": list(seen), "samples": seen.samples, "batches": seen.batches, "shapes": shapes, "complete": complete}
+    return tensors, {**record, "outputs": [list(sizes) for sizes in seen.outputs]}
+
+
+def _taken_up(journal: Journal, layers: Sequence[Layer]) -> tuple[Calibration, bool]:
+    """What an earlier pass has reached, and whether that was the end."""
+    saved = journal.read(_KEY)
+    if saved is None:
+        return Calibration({}, 0), False
+    moments, by_name = {}, {layer.name: layer for layer in layers}
+    for name in saved.record["layers"]:
+        parts = {part: saved.state_dict[f"{part}:{name}"] for part in ("outer", "sum", "count")}
+        layer = by_name[name]
+        moments[name] = Moments.unpacked(parts, bias=layer.bias is not None, device=layer.weight.device)
+    shapes = frozenset(tuple(shape) for shape in saved.record["shapes"])
+    record, example = saved.record, saved.state_dict.get("example")
+    seen = Calibration(moments, record["samples"], example, shapes, record["batches"], tuple(record["outputs"]))
+    return seen, record["complete"]
 
 
 def call(model: nn.Module, batch: Any) -> Any:
     """Run a model on one batch: a tensor, a tuple whose first item is the input, or keyword arguments."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, Mapping):
-        return model(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+        given = {k: v.to(device, copy=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        with told(f"running the network on a batch of {', '.join(map(str, batch))}"):
+            return model(**given)
     if isinstance(batch, tuple | list):
         if not batch:
             raise CalibrationError("a calibration batch is an empty tuple; its first item should be the input.")
@@ -105,7 +186,10 @@ def call(model: nn.Module, batch: Any) -> Any:
             f"cannot feed a batch of type {type(batch).__name__}: give a tensor, a tuple whose first item is one, or a "
             f"mapping of keyword arguments."
         )
-    return model(batch.to(device))
+    # A copy: networks that work in place on their input would spoil it for the next pass.
+    x = batch.to(device, copy=True)
+    with told(f"running the network on a batch of shape {tuple(batch.shape)}"):
+        return model(x)
 
 
 def main_output(out: Any) -> Tensor | None:
@@ -131,11 +215,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _uncompiled(model):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Let compiled networks run as they were written: compiled code does not look for hooks that came after it."""
+    if not any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()):
+        yield  # importing the compiler takes seconds
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs.calibrate import batch_size, call, evaluating, length
+from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
 from lobs.progress import track
@@ -30,7 +31,7 @@ def fisher_diagonal(model: nn.Module, batches: Iterable[Any], layers: Sequence[L
     """
     total = {layer.name: torch.zeros_like(layer.matrix(), dtype=torch.float64, device="cpu") for layer in layers}
     samples, generator = 0, torch.Generator().manual_seed(seed)
-    with evaluating(model), torch.enable_grad(), track("curvature", length(batches)) as advance:
+    with crew().agree(), evaluating(model), torch.enable_grad(), track("curvature", length(batches)) as advance:
         for batch in batches:
             with _watched(layers) as seen:
                 out = call(model, batch)
@@ -47,6 +48,8 @@ def fisher_diagonal(model: nn.Module, batches: Iterable[Any], layers: Sequence[L
                     total[layer.name] += _squares(layer, x, gradient)
             samples += batch_size(batch)
             advance(1)
+    crew().add(*total.values())
+    samples = round(crew().total(samples)[0])
     return {name: value / max(samples, 1) for name, value in total.items()}
 
 

@@ -27,6 +27,10 @@ class SolverError(LobsError, ValueError):
     """An unknown solver, or one whose needs the problem does not meet."""
 
 
+class CrewError(LobsError):
+    """Processes that share a job and have lost each other."""
+
+
 class FileError(LobsError):
     """A file that is missing, damaged, or was not written by `lobs`."""
 

@@ -16,18 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from lobs.calibrate import batch_size, call, evaluating, length, main_output
+from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Handle, Layer
 from lobs.progress import track
 
 
-def output_influence(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, seed: int = 0) -> dict[str, Tensor]:
-    """Mean squared Jacobian of the network's outputs by output unit: (groups, rows) for every layer, in float64."""
+def output_influence(
+    model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, seed: int = 0, skipped: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """Mean squared Jacobian of the network's outputs by output unit: (groups, rows) for every layer, in float64.
+
+    Where several processes share the data, `skipped` says how many signs the others draw before each batch, so that every
+    batch has the signs that it would have in one process.
+    """
     total = {layer.name: torch.zeros(layer.groups, layer.rows, dtype=torch.float64) for layer in layers}
     samples = 0
     generator = torch.Generator().manual_seed(seed)
-    with evaluating(model), torch.enable_grad(), track("influence", length(batches)) as advance:
-        for batch in batches:
+    with crew().agree(), evaluating(model), torch.enable_grad(), track("influence", length(batches)) as advance:
+        for index, batch in enumerate(batches):
             with _probed(layers) as probes:
                 answer = call(model, batch)
             out = main_output(answer)
@@ -38,6 +45,8 @@ def output_influence(model: nn.Module, batches: Iterable[Any], layers: Sequence[
                 )
             samples += batch_size(batch)
             advance(1)
+            if index < len(skipped):
+                torch.randint(0, 2, (skipped[index],), generator=generator)
             if not out.requires_grad:  # no layer has a say in it
                 continue
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
@@ -45,6 +54,8 @@ def output_influence(model: nn.Module, batches: Iterable[Any], layers: Sequence[
             for (layer, _), gradient in zip(probes, gradients, strict=True):
                 if gradient is not None:
                     total[layer.name] += layer.by_unit(gradient.to(torch.float64).square()).cpu()
+    crew().add(*total.values())
+    samples = round(crew().total(samples)[0])
     return {name: value / max(samples, 1) for name, value in total.items()}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -15,23 +15,30 @@ from torch import Tensor, nn
 
 from lobs import bounds, linalg, scores, streams
 from lobs.allocate import Curve, RowLosses, allocate, row_losses
-from lobs.batchnorm import BatchNormEffect, reestimate
+from lobs.batches import told
+from lobs.batchnorm import BatchNormEffect, reestimate, statistics_of, take_up
 from lobs.calibrate import Calibration, collect
 from lobs.curvature import fisher_diagonal
+from lobs.distributed import ALONE, crew, working
+from lobs.errors import LobsError
 from lobs.influence import output_influence
+from lobs.journal import Journal
 from lobs.layers import Layer, find_layers
 from lobs.ledger import Certificate
 from lobs.masks import joined
+from lobs.observe import phase, tell
 from lobs.outlook import Outlook, look_out
 from lobs.problem import Problem, Solution, Solver
 from lobs.progress import track
 from lobs.result import Histogram, LayerResult
+from lobs.settled import Settled
 from lobs.solvers import solve
 from lobs.statistics import Moments, PairedMoments
 from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
 
 Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
 Evaluate: TypeAlias = Callable[[nn.Module], float]
+Packed: TypeAlias = tuple[dict[str, Tensor], Any]
 # How far, in mean input energy, the asymmetric target is held to the dense weights: it is fitted to few samples.
 _TETHER = 1e-3
 
@@ -70,6 +77,9 @@ def asymmetric_problem(problem: Problem, difference: Tensor) -> Problem:
     parts = []
     for (weight, moment), d in zip(problem.groups, difference.to(problem.weight.device), strict=True):
         lam = _TETHER * float(moment.diagonal().mean())
+        if lam == 0:  # nothing reaches the layer, so nothing can be mended there
+            parts.append(weight)
+            continue
         shift = linalg.ridge_solve(moment, weight.to(torch.float64) @ d, lam)
         parts.append((weight.to(torch.float64) + shift).to(weight.dtype))
     return replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
@@ -98,12 +108,17 @@ class Job:
         damping: float | None,
         diagnostics: bool,
         batch_norm: bool = True,
+        journal: Journal | None = None,
     ) -> None:
         self.model, self.batches, self.layers, self.solver, self.inputs = model, batches, layers, solver, inputs
         self.prune_bias, self.damping, self.diagnostics, self.batch_norm = prune_bias, damping, diagnostics, batch_norm
+        self.journal = journal or Journal()
+        self.runs = self.looks = 0
         self.dense = {layer.name: layer.matrix() for layer in layers}
-        self.calibration: Calibration = collect(model, batches, layers)
-        self.curvature = fisher_diagonal(model, batches, layers) if "curvature" in solver.needs else {}
+        self.calibration: Calibration = collect(model, batches, layers, journal=self.journal)
+        self.curvature: dict[str, Tensor] = {}
+        if "curvature" in solver.needs:
+            self.curvature = self._once("curvature", lambda: fisher_diagonal(model, batches, layers))
         self.influence: dict[str, Tensor] = {}
         self._losses: dict[str, RowLosses] = {}
         self._sharing: tuple[Sparsity | Budget, Mapping[str, float] | None] | None = None
@@ -170,16 +185,50 @@ class Job:
         return look_out(self._curves(*self._sharing), self._losses, self.influence, done)
 
     def _measure(self) -> None:
-        self.influence = output_influence(self.model, self.batches, self.layers)
+        self.influence = self._influence(self.model, self.layers)
+        missing = [layer for layer in self.layers if not self.journal.has(f"curve of {layer.name}")]
+        ahead = self._apart(missing, lambda layer: (row_losses(self._dense_problem(layer)).packed(), None), "error curves")
         with track("error curves", len(self.layers)) as advance:
             for layer in self.layers:
-                self._losses[layer.name] = row_losses(self.problem(layer, self.calibration[layer.name]))
+                found = self._once(f"curve of {layer.name}", lambda: next(ahead)[0])
+                self._losses[layer.name] = RowLosses.unpacked(found)
                 advance(1)
+
+    def _apart(self, layers: Sequence[Layer], work: Callable[[Layer], Packed], label: str) -> Iterator[Packed]:
+        """Do independent work on layers, each by one process of the crew; gives all of it to all, in order."""
+        together = crew()
+        if together.size == 1:
+            yield from map(work, layers)
+            return
+        owners = together.owners([layer.weight.numel() * float(layer.columns) for layer in layers])
+        mine: dict[str, Packed] = {}
+        with together.agree(), working(ALONE), track(label, owners.count(together.rank)) as advance:
+            for layer, owner in zip(layers, owners, strict=True):
+                if owner == together.rank:
+                    mine[layer.name] = work(layer)
+                    advance(1)
+        for layer, owner in zip(layers, owners, strict=True):
+            yield together.give(*mine.get(layer.name, (None, None)), by=owner)
+
+    def _influence(self, model: nn.Module, layers: list[Layer]) -> dict[str, Tensor]:
+        self.looks += 1
+        skipped = self.calibration.drawn_elsewhere(crew().rank) if crew().size > 1 else ()
+        compute = partial(output_influence, model, self.batches, layers, skipped=skipped)
+        return self._once(f"influence {self.looks}", compute)
+
+    def _once(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Some tensors by name: those in the journal, or computed now and put there."""
+        found = self.journal.read(key)
+        if found is not None:
+            return dict(found.state_dict)
+        tensors = compute()
+        self.journal.write(key, tensors, {})
+        return tensors
 
     def look_again(self, pruned: nn.Module) -> None:
         """Let a pruned network say how much each unit matters: at high sparsity that is no longer what the dense one says."""
         layers = find_layers(pruned, [layer.name for layer in self.layers])
-        self.influence = output_influence(pruned, self.batches, layers)
+        self.influence = self._influence(pruned, layers)
 
     def _bytes_each(self) -> dict[str, float]:
         return {layer.name: float(layer.weight.element_size()) for layer in self.layers}
@@ -201,29 +250,45 @@ class Job:
         return outcome
 
     def _prune(self, plan: Mapping[str, Target | None]) -> Outcome:
-        pruned = copy.deepcopy(self.model)
-        outcome = Outcome(self, pruned)
+        pruned = _copied(self.model)
+        self.runs += 1
+        outcome = Outcome(self, pruned, self.runs)
         twins = {layer.name: layer for layer in find_layers(pruned, [layer.name for layer in self.layers])}
         if self.inputs == "dense":
+            missing = [twins[name] for name in self.calibration if not outcome.known(twins[name])]
+
+            def work(layer: Layer) -> Packed:
+                return outcome.solved(layer, self._dense_problem(layer), plan[layer.name]).packed()
+
+            ahead = self._apart(missing, work, "prune")
             with track("prune", len(self.layers)) as advance:
                 for name in self.calibration:
-                    outcome.solve(twins[name], self.problem(twins[name], self.calibration[name]), plan[name])
+                    outcome.settle(twins[name], lambda: next(ahead))
                     advance(1)
             return outcome
         mine = {layer.name: layer for layer in self.layers}
         pairs = [(mine[name], twins[name]) for name in self.calibration]
         # A layer that the target leaves alone stays as it is, to the bit.
         pairs = [pair for pair in pairs if plan[pair[0].name] is not None]
-        for layer, moments in streams.walk(self.model, pruned, self.batches, pairs):
-            outcome.solve(layer, self._sequential(layer, moments), plan[layer.name])
+        known = [before.name for before, _ in pairs if outcome.known(before)]
+        for layer, moments in streams.walk(self.model, pruned, self.batches, pairs, known):
+            outcome.settle(layer, partial(self._sequential, outcome, layer, moments, plan[layer.name]))
         for name in self.calibration:
             if plan[name] is None:
-                outcome.solve(twins[name], self.problem(twins[name], self.calibration[name]), None)
+                problem = self._dense_problem(twins[name])
+                outcome.settle(twins[name], lambda: outcome.solved(twins[name], problem, None).packed())  # noqa: B023
         return outcome
 
-    def _sequential(self, layer: Layer, moments: PairedMoments) -> Problem:
+    def _dense_problem(self, layer: Layer) -> Problem:
+        return self.problem(layer, self.calibration[layer.name])
+
+    def _sequential(self, outcome: Outcome, layer: Layer, moments: PairedMoments | None, target: Target | None) -> Packed:
+        assert moments is not None  # only layers that the journal knows come without
         problem = self.problem(layer, moments.pruned)
-        return asymmetric_problem(problem, moments.difference) if self.inputs == "asymmetric" else problem
+        if self.inputs == "asymmetric":
+            problem = asymmetric_problem(problem, moments.difference)
+        # All processes have solved the same problem; the leader's answer makes sure that they go on with the same bits.
+        return crew().give(*outcome.solved(layer, problem, target).packed())
 
 
 @dataclass
@@ -232,22 +297,41 @@ class Outcome:
 
     job: Job
     model: nn.Module
+    number: int = 1
     masks: dict[str, Tensor] = field(default_factory=dict)
     results: dict[str, LayerResult] = field(default_factory=dict)
     solutions: dict[str, Solution] = field(default_factory=dict)
     largest_errors: dict[str, float] = field(default_factory=dict)
     norms: BatchNormEffect | None = None
 
-    def solve(self, layer: Layer, problem: Problem, target: Target | None) -> None:
-        """Solve one layer, write it, and note what happened."""
+    def known(self, layer: Layer) -> bool:
+        """Has an earlier, interrupted run settled this layer?"""
+        return self.job.journal.has(self._key(layer))
+
+    def _key(self, layer: Layer) -> str:
+        return f"run {self.number} layer {layer.name}"
+
+    def settle(self, layer: Layer, solve: Callable[[], Packed]) -> None:
+        """Write one layer, as the journal has it or as it is solved now, and note what happened."""
+        saved = self.job.journal.read(self._key(layer))
+        packed: Packed = solve() if saved is None else (saved.state_dict, saved.record)
+        if saved is None:
+            self.job.journal.write(self._key(layer), *packed)
+        done = Settled.unpacked(packed[0], packed[1], layer.weight)
+        tell("layer", layer=layer.name, kept=done.result.kept, error=done.result.error, found_done=saved is not None)
+        layer.write(done.solution.weight)
+        self.solutions[layer.name] = done.solution
+        self.largest_errors[layer.name] = done.largest_error
+        self.masks = joined(self.masks, layer.masks(done.solution.mask))
+        self.results[layer.name] = done.result
+
+    def solved(self, layer: Layer, problem: Problem, target: Target | None) -> Settled:
+        """Solve one layer."""
         began = time.perf_counter()
-        # The user's mapping may leave a layer alone.
-        solution = solve(problem, "magnitude", 0.0) if target is None else solve(problem, self.job.solver, target)
-        layer.write(solution.weight)
-        self.solutions[layer.name] = solution
-        self.largest_errors[layer.name] = problem.largest_error_of(solution.weight)
-        self.masks = joined(self.masks, layer.masks(solution.mask))
-        self.results[layer.name] = LayerResult(
+        with phase("solve", layer=layer.name):
+            # The user's mapping may leave a layer alone.
+            solution = solve(problem, "magnitude", 0.0) if target is None else solve(problem, self.job.solver, target)
+        result = LayerResult(
             name=layer.name,
             shape=tuple(layer.weight.shape),
             kept=solution.kept,
@@ -260,18 +344,23 @@ class Outcome:
             parameters=layer.parameters(),
             sensitivity=_histogram(problem) if self.job.diagnostics else None,
         )
+        return Settled(solution, result, problem.largest_error_of(solution.weight))
 
     def renew_norms(self) -> None:
         """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""
-        job = self.job
+        job, key = self.job, f"run {self.number} norms"
         names = [name for name, solution in self.solutions.items() if solution.removed]
-        if names:
+        saved = job.journal.read(key)
+        if saved is not None:
+            self.norms = take_up(self.model, saved.state_dict, saved.record["effect"])
+        elif names:
             self.norms = reestimate(
                 self.model,
                 find_layers(self.model, names),
                 job.batches,
                 lambda: bounds.deviation(job.model, self.model, job.batches, job.calibration.samples),
             )
+            job.journal.write(key, statistics_of(self.model), {"effect": self.norms and asdict(self.norms)})
 
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
         """The bound beside what is measured.
@@ -311,7 +400,7 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
     Every trial prunes anew and is reported. The answer is the smallest network that was tried and passed; with nothing removed
     there is no drop, so there always is one.
     """
-    dense = float(evaluate(job.model))
+    dense = _score(evaluate, job.model, job.journal, "dense score")
     total = sum(job.prunable.values())
     trials: list[Trial] = []
     best: Outcome | None = None
@@ -322,7 +411,7 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             middle = high + math.log(0.1) if look == 0 else (low + high) / 2
             kept = max(1, round(math.exp(middle)))
             outcome = job.run(job.shared(budget, total - kept))
-            score = float(evaluate(outcome.model))
+            score = _score(evaluate, outcome.model, job.journal, f"run {outcome.number} score")
             trials.append(Trial(kept, score, dense - score))
             if dense - score <= max_drop:
                 best, high = outcome, math.log(kept)
@@ -332,6 +421,37 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             if high - low < math.log(1.03):
                 break
     return best or job.run(job.shared(budget, 0)), trials
+
+
+def _score(evaluate: Evaluate, model: nn.Module, journal: Journal, key: str) -> float:
+    saved = journal.read(key)
+    if saved is not None:
+        return float(saved.record["score"])
+    score = 0.0
+    with crew().agree():
+        if crew().leads:
+            with told("evaluate"):
+                value = evaluate(model)
+            try:
+                score = float(value)
+            except (TypeError, ValueError):
+                raise LobsError(f"evaluate returned {value!r}; it must return a number, larger is better.") from None
+            if math.isnan(score):
+                raise LobsError("evaluate returned NaN; it must return a number, larger is better.")
+    score = float(crew().hear(score)[0])
+    journal.write(key, {}, {"score": score})
+    return score
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # networks may hold what cannot be copied: locks, open files, tensors with a history
+        text = " ".join(str(error).split())
+        raise LobsError(
+            f"the network cannot be copied ({type(error).__name__}: {text}), and solving happens on a copy. Take out of it "
+            f"what is no module, parameter or plain value."
+        ) from error
 
 
 def sensitivities(problem: Problem) -> tuple[Tensor, float]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any, get_args
 
+import torch
 from torch import nn
 
+from lobs.batches import guarded
+from lobs.distributed import present, working
 from lobs.errors import LobsError
 from lobs.job import Evaluate, Inputs, Job, Trial, search
+from lobs.journal import fingerprint, open_journal
 from lobs.layers import find_layers
+from lobs.observe import observed, peak_bytes
 from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
@@ -37,6 +45,9 @@ def prune(
     evaluate: Evaluate | None = None,
     passes: int = 2,
     batch_norm: bool = True,
+    resume: str | os.PathLike[str] | None = None,
+    distributed: bool = False,
+    log_json: str | os.PathLike[str] | None = None,
 ) -> Pruning:
     """Remove weights from a trained network and move the rest to compensate.
 
@@ -63,11 +74,18 @@ def prune(
         passes: how often a network-wide budget is shared out: the second time by how the network pruned the first time, not the
             dense one, answers to its units. 1 takes half the time.
         batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one.
+        resume: a folder in which every finished piece of work is kept; if it holds an interrupted run of the same network, data
+            and settings, that is taken up and ends with the same bits. The batches must come in the same order each time.
+        distributed: share the work with the other processes of torch.distributed's process group, all of which call this with
+            the same network and settings and each with its own batches, or none. All get the same result; the first one writes.
+        log_json: a file to which a JSON line is added whenever a piece of work begins or ends, with its time and the memory.
 
     Returns:
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
     """
     began = time.perf_counter()
+    if not isinstance(model, nn.Module):
+        raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
     wanted = as_target(target)
     if inputs is None:
         inputs = "dense" if isinstance(wanted, ErrorBudget) else "asymmetric"
@@ -81,13 +99,25 @@ def prune(
         )
     if prune_bias and isinstance(wanted, Pattern):
         raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
-    data = list(batches) if isinstance(batches, Iterator) else batches
+    data = guarded(batches)
     found = find_layers(model, layers, skip)
     check_names(wanted, [layer.name for layer in found])
-    if passes < 1:
-        raise LobsError(f"passes is {passes}: the network must be pruned at least once.")
-    job = Job(model, data, found, as_solver(solver), inputs, prune_bias, damping, diagnostics, batch_norm)
-    with shown(progress):
+    if not isinstance(passes, int) or passes < 1:
+        raise LobsError(f"passes is {passes}: it is a whole number, and the network must be pruned at least once.")
+    if damping is not None and not (damping >= 0 and math.isfinite(damping)):
+        raise LobsError(f"damping is {damping:g}: it must be finite and not negative; leave it out to have it chosen.")
+    chosen = as_solver(solver)
+    settings = {
+        "target": wanted, "solver": chosen, "inputs": inputs, "layers": [layer.name for layer in found], "passes": passes,
+        "prune_bias": prune_bias, "damping": damping, "diagnostics": diagnostics, "batch_norm": batch_norm,
+    }  # fmt: skip
+    together = present(distributed)
+    log = log_json if together.leads else None
+    with shown(progress and together.leads), working(together), observed(log) as observer, ExitStack() as stack:
+        settings["processes"] = together.size
+        identity = fingerprint(model, data, settings) if resume is not None or together.size > 1 else {}
+        journal = stack.enter_context(open_journal(resume, identity))
+        job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal)
         calibration = job.calibration
         calibrated = time.perf_counter() - began
         trials: list[Trial] = []
@@ -103,8 +133,8 @@ def prune(
         certificate = outcome.certify(held_out)
         outlook = job.outlook(outcome)
     if inplace:
-        model.load_state_dict(outcome.model.state_dict())
-    settings = {
+        _write_back(outcome.model, model)
+    said: dict[str, Any] = {
         "target": repr(wanted),
         "solver": repr(job.solver),
         "inputs": inputs,
@@ -112,17 +142,37 @@ def prune(
         "calibration seconds": round(calibrated, 2),
     }
     if outcome.norms is not None:
-        settings["batch norm"] = str(outcome.norms)
+        said["batch norm"] = str(outcome.norms)
     if trials:
-        settings["trials"] = [asdict(trial) for trial in trials]
+        said["trials"] = [asdict(trial) for trial in trials]
     return Pruning(
         model=model if inplace else outcome.model,
         masks=outcome.masks,
         layers=tuple(outcome.results[layer.name] for layer in found),
         certificate=certificate,
         solutions=outcome.solutions,
-        settings=settings,
+        settings=said,
         seconds=time.perf_counter() - began,
         batch_norm=outcome.norms,
         outlook=outlook,
+        phases=observer.seconds,
+        peak_bytes=peak_bytes(),
     )
+
+
+def _write_back(pruned: nn.Module, model: nn.Module) -> None:
+    """Give a network the pruned one's numbers: all of them, or, whatever interrupts, none."""
+    new, old = pruned.state_dict(), model.state_dict()
+    changed = {name: t for name, t in new.items() if isinstance(t, torch.Tensor) and not torch.equal(t, old[name])}
+    before = {name: old[name].clone() for name in changed}
+    with torch.no_grad():
+        try:
+            for name, tensor in changed.items():
+                old[name].copy_(tensor)
+        except BaseException as error:
+            for name, tensor in before.items():
+                with suppress(RuntimeError):  # what could not be written has not changed
+                    old[name].copy_(tensor)
+            if isinstance(error, RuntimeError):
+                raise LobsError(f"the network cannot be written in place: {error} Use inplace=False.") from error
+            raise

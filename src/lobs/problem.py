@@ -59,6 +59,10 @@ class Problem:
             if isinstance(tensor, Tensor):
                 object.__setattr__(self, part, tensor.detach())
         w, psi = self.weight, self.moment
+        for what, tensor in (("weight", w), ("moment", psi)):
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                kind = "on the meta device" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+                raise ProblemError(f"{self.name}: {what} is {kind}; give a tensor that holds numbers.")
         if w.dim() not in (2, 3) or psi.dim() != w.dim():
             raise ProblemError(
                 f"{self.name}: weight {tuple(w.shape)} and moment {tuple(psi.shape)} must be (rows, columns) and "
@@ -67,22 +71,47 @@ class Problem:
         wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
         if tuple(psi.shape) != wanted:
             raise ProblemError(f"{self.name}: moment has shape {tuple(psi.shape)}, weight asks for {wanted}.")
-        if w.shape[-1] == 0:
-            raise ProblemError(f"{self.name}: weight {tuple(w.shape)} has no columns.")
+        if w.shape[-1] == 0 or (w.dim() == 3 and w.shape[0] == 0):
+            raise ProblemError(f"{self.name}: weight {tuple(w.shape)} has no columns, or no groups.")
         if not w.is_floating_point() or not psi.is_floating_point():
             raise ProblemError(f"{self.name}: weight and moment must be floating point, not {w.dtype}, {psi.dtype}.")
         for what, tensor in (("weight", w), ("moment", psi)):
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
                 raise ProblemError(f"{self.name}: {what} has {bad} NaN or infinite entries. Check the network first.")
-        if self.row_weight is not None and self.row_weight.numel() != w[..., 0].numel():
-            raise ProblemError(f"{self.name}: row_weight has {self.row_weight.numel()} entries for {w[..., 0].numel()} rows.")
+        self._check_extras()
         free = w.shape[-1] - self.protected
         if self.positions < 1 or free % self.positions:
             raise ProblemError(f"{self.name}: {free} columns are not whole channels of {self.positions} positions each.")
+        self._check_moment()
+        size = psi.to(torch.float64).diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
+        if not bool(torch.isfinite((w.to(torch.float64).abs() @ size).square().sum())):  # no less than the output's energy
+            raise ProblemError(
+                f"{self.name}: its output energy is beyond float64: weights reach {float(w.abs().max()):.1e}, Ψ "
+                f"{float(psi.abs().max()):.1e}. Scale the inputs down."
+            )
+
+    def _check_extras(self) -> None:
+        """What only some solvers look at must be right all the same: a NaN among scores would decide in silence."""
+        w = self.weight
+        sizes = {"row_weight": w[..., 0].numel(), "curvature": w.numel(), "mean": w[..., 0, :].numel() if w.shape[-2] else None}
+        for what, size in sizes.items():
+            tensor = getattr(self, what)
+            if tensor is None:
+                continue
+            if size is not None and tensor.numel() != size:
+                raise ProblemError(f"{self.name}: {what} has {tensor.numel()} entries, the weight asks for {size}.")
+            low = float("-inf") if what == "mean" else 0.0
+            bad = int((~(torch.isfinite(tensor) & (tensor >= low))).sum())
+            if bad:
+                fault = "NaN or infinite" if what == "mean" else "NaN, infinite or negative"
+                raise ProblemError(
+                    f"{self.name}: {what} has {bad} {fault} entries; it must be finite. Leave it out, or mend it."
+                )
         if self.curvature is not None and self.curvature.shape != w.shape:
             raise ProblemError(f"{self.name}: curvature has shape {tuple(self.curvature.shape)}, weight {tuple(w.shape)}.")
-        self._check_moment()
+        if self.damping is not None and not (self.damping >= 0 and math.isfinite(self.damping)):
+            raise ProblemError(f"{self.name}: damping is {self.damping:g}; it must be finite and not negative.")
 
     def _check_moment(self) -> None:
         psi = self.moment
@@ -136,7 +165,7 @@ class Problem:
             return torch.ones(shape, dtype=torch.float64, device=self.weight.device)
         return self.row_weight.to(self.weight.device, torch.float64).reshape(shape)
 
-    @property
+    @cached_property
     def energy(self) -> float:
         """Mean squared output of the dense layer, tr(W Ψ Wᵀ)."""
         return self._quadratic(self.weight.to(torch.float64))
@@ -214,7 +243,9 @@ class Solver(Protocol):
 
 def finish(problem: Problem, weight: Tensor, mask: Tensor, *, damping: float = 0.0, curve: Tensor | None = None) -> Solution:
     """Round a solver's float64 weights to the layer's type, apply the mask, recompute the error from those bits."""
-    final = torch.where(mask, weight, torch.zeros_like(weight)).to(problem.weight.dtype)
+    # The best weights may lie beyond what the layer's type can hold, as half precision ends at 65,504.
+    most = torch.finfo(problem.weight.dtype).max
+    final = torch.where(mask, weight, torch.zeros_like(weight)).clamp(-most, most).to(problem.weight.dtype)
     return Solution(
         weight=final,
         mask=mask,

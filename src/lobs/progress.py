@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from lobs.observe import phase
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -58,6 +60,12 @@ def shown(enabled: bool = True) -> Iterator[None]:
 @contextmanager
 def track(label: str, total: int | None) -> Iterator[Advance]:
     """Announce a piece of work; the yielded function takes how many units were just done."""
+    with phase(label), _drawn(label, total) as advance:
+        yield advance
+
+
+@contextmanager
+def _drawn(label: str, total: int | None) -> Iterator[Advance]:
     bars = _display.get()
     if bars is None or not bars.console.is_terminal:
         yield lambda _: None

@@ -65,6 +65,8 @@ class Account:
     seconds: float = 0.0
     batch_norm: BatchNormEffect | None = None
     outlook: Outlook | None = None
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    peak_bytes: int | None = None  # the most memory the process ever had resident
 
     @property
     def kept(self) -> int:
@@ -98,6 +100,8 @@ class Account:
             "batch_norm": None if self.batch_norm is None else asdict(self.batch_norm),
             "settings": self.settings,
             "seconds": self.seconds,
+            "phases": self.phases,
+            "peak_bytes": self.peak_bytes,
         }
 
     @classmethod
@@ -112,6 +116,8 @@ class Account:
                 seconds=float(record.get("seconds", 0.0)),
                 batch_norm=None if norms is None else BatchNormEffect(**norms),
                 outlook=None if outlook is None else Outlook.from_record(outlook),
+                phases=dict(record.get("phases", {})),
+                peak_bytes=record.get("peak_bytes"),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(f"{where} holds no record of a pruning that can be read: {error!r}.") from error
@@ -146,6 +152,10 @@ class Pruning(Account):
         lines.append(f"{self.certificate} (root mean square over {self.settings.get('samples', '?')} calibration samples)")
         if self.batch_norm is not None:
             lines.append(str(self.batch_norm))
+        if self.phases:
+            spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+            peak = "" if self.peak_bytes is None else f"; at most {self.peak_bytes / 1e6:,.0f} MB of memory"
+            lines.append(f"{self.seconds:.1f} seconds ({spent}){peak}")
         empty = [x.name for x in self.layers if x.total and not x.kept]
         if empty:
             lines.append(f"nothing is left of {', '.join(empty)}: the target may ask too much of a small layer")

@@ -8,13 +8,17 @@ float64 all the same: there it costs nothing, and narrow float32 products are su
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
 
 _NARROW = 32  # columns below which float64 products are as fast
+_LEAST_ENERGY = 1e-30  # sums of squares below this have lost digits in float32
 _SYMMETRIC_FROM = 256  # columns from which computing only the upper blocks pays
 
 
@@ -32,12 +36,31 @@ class Moments:
         precise = patches.dtype == torch.float64 or patches.shape[-1] < _NARROW
         y = patches.to(torch.float64 if precise else torch.float32)
         if len(y) > 1 and y.shape[-1] < _SYMMETRIC_FROM:
-            self._outer += y.mT @ y  # a depthwise convolution has a thousand groups of nine columns
+            self._outer += _product(y, y)  # a depthwise convolution has a thousand groups of nine columns
         else:
             for g, vectors in enumerate(y):
                 _add_gram(self._outer[g], vectors)
         self._sum += y.sum(dim=1, dtype=torch.float64)
         self.count += y.shape[1]
+
+    def packed(self) -> dict[str, Tensor]:
+        """The sums as tensors; `unpacked` takes them up again to the bit."""
+        return {"outer": self._outer, "sum": self._sum, "count": torch.tensor(self.count)}
+
+    @classmethod
+    def unpacked(cls, parts: Mapping[str, Tensor], *, bias: bool, device: torch.device | None = None) -> Moments:
+        """Sums that go on from where they were."""
+        groups, columns = parts["sum"].shape
+        moments = cls(groups, columns, bias=bias, device=device)
+        moments._outer.copy_(parts["outer"])
+        moments._sum.copy_(parts["sum"])
+        moments.count = int(parts["count"])
+        return moments
+
+    def join(self) -> None:
+        """Add up what all processes of the crew have counted."""
+        crew().add(self._outer, self._sum)
+        self.count = round(crew().total(self.count)[0])
 
     @property
     def finite(self) -> bool:
@@ -68,7 +91,19 @@ def _add_gram(total: Tensor, y: Tensor) -> None:
     d = y.shape[1]
     block = d if d < _SYMMETRIC_FROM else -(-d // 4)
     for left in range(0, d, block):
-        total[left : left + block, left:] += y[:, left : left + block].mT @ y[:, left:]
+        total[left : left + block, left:] += _product(y[:, left : left + block], y[:, left:])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """AᵀB, where B begins with A's columns; in float64 where float32 cannot hold the squares, as with inputs of 1e±30."""
+    product = a.mT @ b
+    if a.dtype == torch.float64:
+        return product
+    energy = product.diagonal(dim1=-2, dim2=-1)
+    lost = a.transpose(-1, -2)[energy < _LEAST_ENERGY] if bool((energy < _LEAST_ENERGY).any()) else a[..., :0]
+    if bool(torch.isfinite(energy).all()) and not bool(lost.any()):
+        return product
+    return a.double().mT @ b.double()
 
 
 class PairedMoments:
@@ -98,8 +133,16 @@ class PairedMoments:
             precise = pruned.dtype == torch.float64 or pruned.shape[-1] < _NARROW
             kind = torch.float64 if precise else torch.float32
             away = dense.to(kind) - pruned.to(kind)
-            self._outer += away.mT @ pruned.to(kind)
+            product = away.mT @ pruned.to(kind)
+            # Inputs of 1e±30 have products that float32 cannot hold.
+            held = bool(torch.isfinite(product).all()) and bool(product.any())
+            self._outer += product if held else away.double().mT @ pruned.double()
             self._sum += away.sum(dim=1, dtype=torch.float64)
+
+    def join(self) -> None:
+        """Add up what all processes of the crew have counted."""
+        self.pruned.join()
+        crew().add(self._outer, self._sum)
 
     @property
     def difference(self) -> Tensor:

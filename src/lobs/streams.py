@@ -10,7 +10,7 @@ than once, every layer costs a pass of both networks, stopped as soon as the lay
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from lobs.batches import told
 from lobs.calibrate import call, evaluating
+from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Handle, Layer
 from lobs.progress import track
@@ -34,28 +36,34 @@ def walk(
     pruned: nn.Module,
     batches: Iterable[Any],
     layers: Sequence[tuple[Layer, Layer]],
-) -> Iterator[tuple[Layer, PairedMoments]]:
+    known: Collection[str] = (),
+) -> Iterator[tuple[Layer, PairedMoments | None]]:
     """Yield the pruned network's layers in the order they run, each with the moments of its inputs in both networks.
 
     `layers` are pairs of the same layer in the dense and the pruned network, in the order they run. The caller writes each
-    layer before asking for the next, so later ones see what it gives.
+    layer before asking for the next, so later ones see what it gives. Of `known` layers the answer is there already: they come
+    without moments.
     """
     with evaluating(dense), evaluating(pruned):
-        parts = _traced(dense, pruned, batches, layers) or [_Rerun(dense, pruned, batches, layers)]
+        with crew().agree():
+            parts = _traced(dense, pruned, batches, layers) or [_Rerun(dense, pruned, batches, layers)]
         for part in parts:
-            yield from _within(part)
+            yield from _within(part, known)
             part.advance()
 
 
-def _within(part: _Part) -> Iterator[tuple[Layer, PairedMoments]]:
+def _within(part: _Part, known: Collection[str]) -> Iterator[tuple[Layer, PairedMoments | None]]:
     """Go through the layers of one part, those that are given the same input at once."""
     for together in _sharing_inputs(part):
-        moments = {before.name: PairedMoments(before) for before, _ in together}
-        with track(f"inputs of {together[0][0].name}", None) as advance:
-            for _ in part.runs(together, moments):
+        wanted = [pair for pair in together if pair[0].name not in known]
+        moments = {before.name: PairedMoments(before) for before, _ in wanted}
+        with crew().agree(), track(f"inputs of {together[0][0].name}", None) as advance:
+            for _ in part.runs(wanted, moments) if wanted else ():
                 advance(1)
+        for moment in moments.values():
+            moment.join()
         for before, after in together:
-            yield after, moments[before.name]
+            yield after, moments.get(before.name)
 
 
 def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
@@ -65,7 +73,7 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
     def note(name: str, x: Tensor) -> None:
         seen.setdefault(name, []).append(x)  # the tensors themselves: numbers of those that are gone would come again
 
-    with _watching([(before, partial(note, before.name)) for before, _ in part.layers]):
+    with crew().agree(), _watching([(before, partial(note, before.name)) for before, _ in part.layers]):
         part.run_dense_once()
     part.calls = {name: len(inputs) for name, inputs in seen.items()}
     pairs = {before.name: (before, after) for before, after in part.layers}
@@ -73,6 +81,8 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
     for name in seen:
         same = groups and _identical(seen[groups[-1][-1]], seen[name])
         groups[-1].append(name) if same else groups.append([name])
+    # A process without data has seen nothing; all must go through the layers in one order.
+    groups, part.calls = next(words for words in crew().hear([groups, part.calls]) if words[0])
     return [[pairs[name] for name in group] for group in groups]
 
 
@@ -80,7 +90,7 @@ def _identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
-class _Enough(Exception):  # noqa: N818 - it is no error
+class _Enough(BaseException):  # it is no error, and nobody's `except Exception` may keep it
     """Everything wanted of this run has been seen."""
 
 
@@ -132,7 +142,8 @@ class _Part:
         for dense, _ in self.both():
             dense()
             return
-        raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
+        if crew().size == 1:
+            raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
 
     def runs(self, together: Sequence[tuple[Layer, Layer]], moments: Mapping[str, PairedMoments]) -> Iterator[None]:
         """Add every batch's inputs of some layers to their moments."""
@@ -187,7 +198,8 @@ class _Steps:
     def value(self, side: int, values: dict[fx.Node, Any], node: fx.Node) -> Any:
         """Run one step on one side of one batch."""
         self.sides[side].env = values
-        return self.sides[side].run_node(node)
+        with told(f"running step '{node.name}' of the network"):
+            return self.sides[side].run_node(node)
 
     def advance(self, stop: int) -> None:
         """Run all steps before number `stop` for all batches on both sides."""

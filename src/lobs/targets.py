@@ -69,7 +69,7 @@ class ErrorBudget:
     def limit(self, energy: float) -> float:
         """The largest error E allowed for a layer whose mean squared output is `energy`."""
         epsilon = _single(self.epsilon, "ErrorBudget")
-        return epsilon**2 * (energy if self.relative else 1.0)
+        return epsilon * epsilon * (energy if self.relative else 1.0)  # a power would overflow with an exception
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,14 @@ class Budget:
     keep_at_most: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = [f"{name}={value:g}" for name, value in self._wishes.items() if value is not None]
+        wishes = {name: _number(value, f"Budget {name}") for name, value in self._wishes.items() if value is not None}
+        given = [f"{name}={value:g}" for name, value in wishes.items()]
         if len(given) != 1:
             raise TargetError(
                 f"Budget takes exactly one of {', '.join(self._wishes)}; it was given {', '.join(given) or 'none'}."
             )
-        for name, value in self._wishes.items():
-            if value is not None and not (value >= 0 and math.isfinite(value)):
+        for name, value in wishes.items():
+            if not (value >= 0 and math.isfinite(value)):
                 raise TargetError(f"Budget {name} is {value:g}: it must be finite and not negative.")
         _check_limits(self.keep_at_least, self.keep_at_most)
 
@@ -132,7 +133,7 @@ class NByM:
         if self.along not in ("columns", "channels"):
             raise TargetError(f"along is '{self.along}': use 'columns' or 'channels'.")
         for where, n in _entries(self.n):
-            whole = isinstance(self.m, int) and n == int(n)
+            whole = isinstance(self.m, int) and math.isfinite(n) and n == int(n)
             if not (whole and self.m >= 1 and 0 <= n <= self.m):
                 raise TargetError(f"NByM{where} is {n:g}:{self.m}: it keeps n of every m weights, whole numbers, 0 ≤ n ≤ m.")
 
@@ -164,7 +165,7 @@ class Block:
 
     def __post_init__(self) -> None:
         _check_fractions(self.fraction, "Block")
-        sides = tuple(self.shape)
+        sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
         if len(sides) != 2 or not all(isinstance(k, int) and k >= 1 for k in sides):
             raise TargetError(
                 f"Block has shape {self.shape}: give (rows, columns), whole numbers of at least 1, such as (1, 4)."
@@ -220,7 +221,7 @@ def as_target(target: Target | float) -> Target:
     if isinstance(target, Target):
         return target
     if isinstance(target, Real) and not isinstance(target, bool):
-        return Sparsity(float(target))
+        return Sparsity(_number(target, "Sparsity"))
     raise TargetError(f"target {target!r} is not one of ours: use Sparsity, Budget, ErrorBudget, NByM, Block or Structured.")
 
 
@@ -278,7 +279,10 @@ def removable(target: Sparsity | Budget, name: str, prunable: int) -> tuple[int,
 
 def _check_limits(*tables: Mapping[str, float]) -> None:
     for table in tables:
-        for key, value in table.items():
+        if not isinstance(table, Mapping):
+            raise TargetError(f"keep_at_least and keep_at_most are mappings of layer names to fractions, not {table!r}.")
+        for key, given in table.items():
+            value = _number(given, f"the kept fraction for '{key}'")
             if not 0.0 <= value <= 1.0:
                 raise TargetError(f"the kept fraction {value:g} for '{key}' must lie between 0 and 1.")
 
@@ -297,8 +301,17 @@ def _check_fractions(fraction: float | Mapping[str, float], kind: str) -> None:
 
 def _entries(value: float | Mapping[str, float]) -> list[tuple[str, float]]:
     if isinstance(value, Mapping):
-        return [(f" for '{key}'", float(v)) for key, v in value.items()]
-    return [("", float(value))]
+        return [(f" for '{key}'", _number(v, f"the target for '{key}'")) for key, v in value.items()]
+    return [("", _number(value, "the target"))]
+
+
+def _number(value: object, what: str) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+        raise TargetError(f"{what} is {shown}: it must be a number, such as 0.9.") from None
 
 
 def _single(value: float | Mapping[str, float], kind: str) -> float:

@@ -27,7 +27,8 @@ def test_a_compact_file_is_small_and_every_command_reads_it(small, tmp_path):
     assert done["header_bytes"] + sum(t["stored_bytes"] for t in done["tensors"]) == done["file_bytes"]
     assert "gzip -9" in done["others"]
     plain, compact = lobs.load(small), lobs.load(out)
-    assert plain.record == compact.record
+    # What other budgets would have asked is for the report; a small file does without.
+    assert {key: value for key, value in plain.record.items() if key != "outlook"} == compact.record
     assert all(torch.equal(t, compact.state_dict[n]) for n, t in plain.state_dict.items())
     assert all(torch.equal(m, compact.masks[n]) for n, m in plain.masks.items())
     assert as_json("eval", out)["value"] == as_json("eval", small)["value"]

@@ -226,7 +226,7 @@ def test_everything_comes_back_when_a_network_raises():
             raise ValueError("no")
 
     model = Raising()
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(lobs.LobsError, match="ValueError: no"):
         lobs.collect(model, [torch.randn(2, 3, 8)])
     assert torch.backends.mha.get_fastpath_enabled()
     assert not any("forward" in m.__dict__ or m._forward_pre_hooks for m in model.modules())

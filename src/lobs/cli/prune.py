@@ -83,13 +83,24 @@ def prune(
     batch_norm: Annotated[bool, typer.Option(help="Re-estimate batch norms' statistics, where that helps.")] = True,
     out: Annotated[Path | None, typer.Option(help="Where to save the pruned network (safetensors).")] = None,
     report: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps finished work: the same command again goes on where a killed one was."),
+    ] = None,
+    log_json: Annotated[
+        Path | None, typer.Option("--log-json", help="Add a JSON line to this file whenever a piece of work begins or ends.")
+    ] = None,
+    time_out: Annotated[
+        float, typer.Option(min=1, help="Seconds after which processes started by torchrun give up on a silent one.")
+    ] = 1800,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Prune a network: a zoo's, a checkpoint's, or your own from package.module:function.
 
     Examples: `lobs prune lenet300 --keep fc1=6.7%,fc2=20%,fc3=65% --out small.safetensors --report report.html`;
-    `lobs prune mycode:network --epsilon 0.1 --relative`
+    `lobs prune mycode:network --epsilon 0.1 --relative`;
+    `torchrun --nproc-per-node 4 -m lobs prune mycode:network --keep 10% --resume folder --out small.safetensors`
     """
     require_one(
         keep=keep, sparsity=sparsity, epsilon=epsilon, pattern=pattern,
@@ -103,30 +114,38 @@ def prune(
     target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope, kept_limits)
     writable(out)
     writable(report)
+    writable(log_json)
 
     from lobs.cli.subject import open_subject
+    from lobs.distributed import launched, share
     from lobs.pipeline import prune as run
 
-    subject = open_subject(network, samples, trust=trust)
-    before = subject.score(subject.model)
-    with notes():
+    with launched(time_out) as crew, notes():
+        subject = open_subject(network, samples, trust=trust)
+        before = subject.score(subject.model) if crew.leads else None
+        alone = crew.size == 1
         result = run(
             subject.model,
-            subject.batches,
+            subject.batches if alone else share(subject.batches, crew),
             target,
             solver=solver,
             inputs=inputs,  # type: ignore[arg-type]  # checked by prune, with the choices in its message
             layers=layers,
             skip=skip or (),
             progress=not json,
+            distributed=not alone,
             prune_bias=prune_bias,
             damping=damping,
             batch_norm=batch_norm,
             diagnostics=report is not None,
-            held_out=subject.held_out,
+            held_out=subject.held_out if alone or subject.held_out is None else share(subject.held_out, crew),
             evaluate=score_of(subject, max_drop, larger_is_better),
             passes=passes,
+            resume=resume,
+            log_json=log_json,
         )
+        if not crew.leads:  # the first process writes and speaks for all
+            return
     after = subject.score(result.model)
     written = _write(result, subject, solver, before, after, out, report)
     if json:

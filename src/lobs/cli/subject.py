@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lobs import checkpoint, zoo
 from lobs.calibrate import batch_size
 from lobs.errors import FileError, LobsError
+from lobs.journal import weights_hash
 from lobs.shrinking import fit_to
 from lobs.zoo.training import error_rate
 
@@ -76,15 +75,6 @@ def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = 
     """Refuse to run code that a file names, and not the user, unless told to; `otherwise` is another way out."""
     if network not in zoo.ZOO and not trust:
         raise FileError(f"'{path}' names '{network}' as its network. Add --trust to run that code{otherwise}.")
-
-
-def weights_hash(model: nn.Module) -> str:
-    """A fingerprint of a network's weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _from_zoo(name: str, samples: int | None, weights: str | None = None) -> Subject:

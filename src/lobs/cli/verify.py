@@ -57,7 +57,8 @@ def verify(
 
 
 def _recompute(file: Path, saved: Checkpoint, trust: bool) -> list[Finding]:
-    from lobs.cli.subject import open_subject, require_trust, weights_hash
+    from lobs.cli.subject import open_subject, require_trust
+    from lobs.journal import weights_hash
     from lobs.verify import Finding, verify_errors
 
     origin = saved.record["origin"]

@@ -24,6 +24,7 @@ from lobs.errors import DataError
 
 Scaling = Literal["torchvision", "caffe"]
 _SIDE, _SHORTER = 224, 256
+_LONGEST = 100  # times the shorter side: scaling a line up to 224 pixels would take gigabytes
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 # What networks expect: torchvision's were trained on [0, 1] less a mean over a deviation, the first ones on 0–255 less a mean.
 _SCALINGS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
@@ -98,8 +99,13 @@ def decoded(raw: bytes, name: str) -> Tensor:
     except ImportError as error:
         raise DataError("reading ImageNet's images needs Pillow: pip install 'lobs[imagenet]'.") from error
     try:
-        image: Any = Image.open(io.BytesIO(raw)).convert("RGB")
-    except OSError as error:
+        image: Any = Image.open(io.BytesIO(raw))
+        if max(image.size) > _LONGEST * min(image.size):
+            raise DataError(f"ImageNet: '{name}' is {image.size[0]}×{image.size[1]}; no image has such sides. Remove it.")
+        image = image.convert("RGB")
+    except DataError:
+        raise
+    except Exception as error:  # a damaged file makes Pillow raise many kinds
         raise DataError(f"ImageNet: '{name}' is not a readable image: {error}.") from error
     if image.size != (_SIDE, _SIDE):
         factor = _SHORTER / min(image.size)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs.calibrate import call, evaluating
+from lobs.errors import LobsError
 from lobs.layers import Handle, Layer, find_layers
 from lobs.report.figures import shown
 
@@ -24,7 +25,7 @@ _TILES, _CHANNELS = 192, 12
 _REMOVED = -128
 
 
-class _ReachedError(Exception):
+class _ReachedError(LobsError):
     """The first layer has been called: nothing after it matters."""
 
 

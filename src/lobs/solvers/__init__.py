@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from lobs.errors import SolverError
-from lobs.problem import Problem, Solution, Solver
+from lobs.problem import Problem, Solution, Solver, finish
 from lobs.solvers.admm import ADMM
 from lobs.solvers.auto import Auto
 from lobs.solvers.exact import DeletionPath, Exact
@@ -40,13 +42,18 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
     tensor([[3., 0., 2.]])
     """
     chosen = as_solver(solver)
+    if not isinstance(problem, Problem):
+        raise SolverError(f"solve takes a Problem, not a {type(problem).__name__}; a whole network goes to lobs.prune.")
     missing = [need for need in sorted(chosen.needs) if getattr(problem, need) is None]
     if missing:
         raise SolverError(
             f"{problem.name}: solver {solver!r} is not compatible with this problem: missing {', '.join(missing)}. "
             f"Pass it to Problem, or collect statistics with lobs.collect."
         )
-    return chosen(problem, as_target(target))
+    wanted = as_target(target)
+    if problem.prunable == 0:  # no rows, or nothing but biases: there is nothing to choose
+        return finish(problem, problem.weight.to(torch.float64), torch.ones_like(problem.weight, dtype=torch.bool))
+    return chosen(problem, wanted)
 
 
 def as_solver(solver: str | Solver) -> Solver:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lobs import kernels, linalg
+from lobs.distributed import crew
 from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, Solution, choose_count
 from lobs.solvers.blocks import solve_blocks
@@ -117,5 +118,9 @@ class Exact:
         to_front = torch.arange(d, device=weight.device).roll(protected)
         inverse = metric.inverse[to_front][:, to_front].to(sweep_dtype(metric, weight))
         scaled = metric.scaled(weight)[:, to_front]
-        order, losses = kernels.greedy(inverse, scaled, protected, backend=self.backend, label=f"exact {name}")
+        together, rows = crew(), len(scaled)
+        part = scaled if together.size == 1 else scaled[together.shared_rows(rows)]
+        order, losses = kernels.greedy(inverse, part, protected, backend=self.backend, label=f"exact {name}")
+        if together.size > 1:  # rows are independent of each other
+            order, losses = together.gathered_rows((order, losses), rows)
         return to_front[order.long()].to(torch.int32), losses

@@ -76,7 +76,7 @@ class _Rows:
         support = int(kept.sum()) // max(1, len(kept))
         whole = self.gram.element_size() * (support * (support + self.pool) + self.pool**2)
         self.remembers = whole * min(_TOGETHER, len(kept)) <= _BATCH_BYTES
-        self.batch = max(2, _BATCH_BYTES // (whole if self.remembers else 8 * self.pool**2))
+        self.batch = max(2, _BATCH_BYTES // max(1, whole if self.remembers else 8 * self.pool**2))
 
     @property
     def complete(self) -> bool:

@@ -1,0 +1,85 @@
+"""How calibration goes faster with processes: `python -m benchmarks.scale [--processes 1 2 4]`.
+
+One thread each, the same batches in all, shared out; the clock starts when all are ready, and stops when all have everybody's
+moments. Ratios are within this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed, multiprocessing, nn
+
+from lobs import collect
+from lobs.distributed import ALONE, Crew, share, working
+
+
+def network(width):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 100))
+
+
+def batches(width, count, size):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, width, generator=generator) for _ in range(count)]
+
+
+def timed(rank, size, port, width, count, rows, results):
+    torch.set_num_threads(1)
+    crew = ALONE
+    if size > 1:
+        store = distributed.TCPStore("127.0.0.1", port, size, rank == 0)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=900))
+        crew = Crew(rank, size)
+    model, data = network(width), share(batches(width, count, rows), crew)
+    with working(crew):
+        collect(model, [torch.randn(8, width)])  # everything is loaded
+        crew.total(1.0)
+        began = time.perf_counter()
+        seen = collect(model, data)
+        took = time.perf_counter() - began
+    if rank == 0:
+        results.put((took, {name: m.moment.double().numpy() for name, m in seen.items()}))
+        time.sleep(0.5)  # the queue must be read before this process is gone
+    if size > 1:
+        distributed.destroy_process_group()
+
+
+def measured(size, width, count, rows):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    workers = [context.Process(target=timed, args=(r, size, port, width, count, rows, results)) for r in range(size)]
+    for worker in workers:
+        worker.start()
+    took, moments = results.get()
+    for worker in workers:
+        worker.join()
+    return took, moments
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batches", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=2048)
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    first = None
+    for size in given.processes:
+        took, moments = measured(size, given.width, given.batches, given.rows)
+        first = first or (took, moments)
+        apart = max(float(abs(m - first[1][n]).max() / abs(m).max()) for n, m in moments.items())
+        print(f"{size} processes: {took:.2f} s, {first[0] / took:.2f} times the first; moments apart by {apart:.1e}")
+
+
+if __name__ == "__main__":
+    main()

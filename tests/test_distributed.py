@@ -1,0 +1,244 @@
+"""Several processes give what one gives; a lost one ends the others in words, and the work is taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lobs.calibrate import Calibration
+from lobs.distributed import Crew
+
+# Everything is loaded once; every crew is forked from there, so that twenty of them do not load torch sixty times.
+PROGRAM = """
+import json, os, sys, time
+from datetime import timedelta
+import torch
+from torch import distributed, nn
+import lobs
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+NETWORKS = {
+    "chain": nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4)),
+    "norms": nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(),
+                           nn.Conv2d(6, 6, 1, groups=2), nn.Flatten(), nn.Linear(24, 4)),
+}
+BATCHES = list(torch.randn(6, 30, 12)) + [torch.randn(7, 12)]
+
+
+def run(network, share, options, out, folder=None):
+    target = options.pop("target", 0.6)
+    result = lobs.prune(NETWORKS[network], share, target, progress=False, resume=folder, **options)
+    result.save(out)
+
+
+def member(rank, size, port, timeout, shares, network, options, out, folder):
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        store = distributed.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=60))
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        share = [BATCHES[i] for i in shares[rank]]
+        hung = options.pop("hung", None)
+        if hung == rank:
+            NETWORKS[network].register_forward_pre_hook(lambda *_: time.sleep(3600))
+        if options.pop("spoiled", None) == rank:
+            share[0] = share[0] * float("nan")
+        run(network, share, {**options, "distributed": True}, f"{out}.{rank}", folder)
+        code = 0
+    except lobs.LobsError as error:
+        open(f"{out}.error{rank}", "w").write(str(error))
+        code = 3
+    except BaseException as error:
+        open(f"{out}.crash{rank}", "w").write(repr(error))
+    finally:
+        os._exit(code)
+
+
+for line in sys.stdin:
+    order = json.loads(line)
+    if order["size"] == 1:
+        run(order["network"], [BATCHES[i] for i in order["shares"][0]], order["options"], order["out"])
+        print(json.dumps([]), flush=True)
+    else:
+        words = [order[key] for key in ("size", "port", "timeout", "shares", "network", "options", "out", "folder")]
+        members = [member(rank, *words) for rank in range(order["size"])]
+        print(json.dumps(members), flush=True)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in members]
+        print(json.dumps(codes), flush=True)
+"""
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Yard:
+    """Starts crews."""
+
+    def __init__(self):
+        words = [sys.executable, "-c", PROGRAM]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def send(self, size, shares, out, *, network="chain", folder=None, timeout=60.0, **options):
+        folder = None if folder is None else str(folder)
+        order = {"size": size, "port": free_port(), "timeout": timeout, "shares": shares, "network": network}
+        order |= {"options": options, "out": str(out), "folder": folder}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def answer(self):
+        return json.loads(self.process.stdout.readline())
+
+    def codes(self, *words, **more):
+        self.send(*words, **more)
+        return self.answer()
+
+
+@pytest.fixture(scope="module")
+def yard():
+    yard = Yard()
+    yield yard
+    yard.process.stdin.close()
+    yard.process.wait()
+    yard.process.stdout.close()
+
+
+def masks(path):
+    import lobs
+
+    saved = lobs.load(path)
+    return saved.masks, saved.state_dict, saved.record
+
+
+def in_turn(shares):
+    """The order in which one process must be given what several are given."""
+    longest = max(map(len, shares))
+    return [share[turn] for turn in range(longest) for share in shares if turn < len(share)]
+
+
+def assert_alike(one, other):
+    assert all(torch.equal(m, other[0][n]) for n, m in one[0].items())
+    for name, tensor in one[1].items():
+        torch.testing.assert_close(other[1][name], tensor, rtol=1e-4, atol=1e-5)
+    assert one[2]["certificate"]["measured"] == pytest.approx(other[2]["certificate"]["measured"], rel=1e-3)
+
+
+SHARES = {
+    "even": [[0, 2, 4], [1, 3, 5]],
+    "uneven": [[0, 1, 2, 3], [6]],
+    "one without": [[], [0, 1, 2]],
+    "four": [[0, 4], [1, 5], [2, 6], [3]],
+}
+
+
+@pytest.mark.parametrize("shares", SHARES.values(), ids=SHARES)
+@pytest.mark.parametrize("inputs", ["asymmetric", "dense"])
+def test_several_processes_prune_as_one_does(yard, tmp_path, shares, inputs):
+    yard.send(1, [in_turn(shares)], tmp_path / "one", inputs=inputs, solver="exact")
+    assert yard.codes(len(shares), shares, tmp_path / "many", inputs=inputs, solver="exact") == [0] * len(shares)
+    one, many = masks(tmp_path / "one"), [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))]
+    assert_alike(one, many[0])
+    for other in many[1:]:
+        assert all(torch.equal(t, other[1][n]) for n, t in many[0][1].items())
+
+
+def test_batch_norms_are_estimated_on_everybodys_data(yard, tmp_path):
+    shares = [[0, 2], [1, 3]]
+    options = {"network": "norms", "passes": 1}
+    yard.send(1, [in_turn(shares)], tmp_path / "one", **options)
+    assert yard.codes(2, shares, tmp_path / "many", **options) == [0, 0]
+    one, many = masks(tmp_path / "one"), masks(tmp_path / "many.0")
+    assert all(torch.equal(m, many[0][n]) for n, m in one[0].items())
+    torch.testing.assert_close(many[1]["2.running_mean"], one[1]["2.running_mean"], rtol=1e-3, atol=1e-4)
+
+
+def test_an_error_in_one_process_is_an_error_in_all_with_its_number(yard, tmp_path):
+    assert yard.codes(2, SHARES["even"], tmp_path / "x", spoiled=1) == [3, 3]
+    for rank in range(2):
+        told = (tmp_path / f"x.error{rank}").read_text()
+        assert told.startswith("process 1 of 2: layer '0': NaN or infinite input in batch 0")
+
+
+def test_a_hung_process_is_given_up_on_after_the_time_out(yard, tmp_path):
+    members = yard.send(2, SHARES["even"], tmp_path / "x", hung=1, timeout=3.0)
+    began = time.monotonic()
+    while not (tmp_path / "x.error0").exists() and time.monotonic() - began < 120:
+        time.sleep(0.05)
+    os.kill(members[1], signal.SIGKILL)
+    assert yard.answer() == [3, -signal.SIGKILL]
+    assert "has lost another" in (tmp_path / "x.error0").read_text()
+
+
+def killed_once(yard, tmp_path, turn, rng):
+    """Kill one of three when the leader has written a random number of pieces; then run again."""
+    folder, shares = tmp_path / f"journal{turn}", [[0, 3], [1, 4], [2, 5]]
+    goal, victim = rng.randrange(0, 14), rng.randrange(3)
+    members = yard.send(3, shares, tmp_path / "killed", folder=folder)
+    while len(list(folder.glob("[!.]*.safetensors"))) < goal:
+        time.sleep(0.002)
+    os.kill(members[victim], signal.SIGKILL)
+    codes = yard.answer()
+    assert codes[victim] == -signal.SIGKILL
+    assert all(code == 3 for rank, code in enumerate(codes) if rank != victim), codes
+    for rank in {0, 1, 2} - {victim}:
+        told = tmp_path / f"killed.error{rank}"
+        assert "has lost another" in told.read_text()
+        told.unlink()
+    assert yard.codes(3, shares, tmp_path / "resumed", folder=folder) == [0, 0, 0]
+    return masks(tmp_path / "resumed.0")
+
+
+def whole(yard, tmp_path):
+    assert yard.codes(3, [[0, 3], [1, 4], [2, 5]], tmp_path / "whole") == [0, 0, 0]
+    return masks(tmp_path / "whole.0")
+
+
+def test_after_the_loss_of_one_of_three_a_rerun_ends_the_same(yard, tmp_path):
+    truth = whole(yard, tmp_path)
+    resumed = killed_once(yard, tmp_path, 0, random.Random(0))
+    assert all(torch.equal(t, resumed[1][n]) for n, t in truth[1].items())
+
+
+@pytest.mark.slow
+def test_twenty_losses_of_one_of_three(yard, tmp_path):
+    truth, rng = whole(yard, tmp_path), random.Random(1)
+    for turn in range(20):
+        resumed = killed_once(yard, tmp_path, turn, rng)
+        assert all(torch.equal(t, resumed[1][n]) for n, t in truth[1].items())
+
+
+def test_signs_skipped_are_signs_drawn():
+    # Several processes draw the probes of one only if the generator gives the same in pieces.
+    whole = torch.randint(0, 2, (1000,), generator=torch.Generator().manual_seed(0))
+    g = torch.Generator().manual_seed(0)
+    parts = [torch.randint(0, 2, shape, generator=g).flatten() for shape in ((7, 11), (123,), (80, 10))]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_what_the_others_draw_is_counted_in_turns():
+    seen = Calibration({}, 0, outputs=((10, 11, 12), (20,), (30, 31)))
+    assert seen.drawn_elsewhere(0) == [0, 50, 31]
+    assert seen.drawn_elsewhere(1) == [10]
+    assert seen.drawn_elsewhere(2) == [30, 11]
+
+
+def test_work_is_dealt_so_that_nobody_has_much_more():
+    owners = Crew(0, 3).owners([9, 1, 5, 5, 4, 4, 2])
+    loads = [sum(c for c, o in zip([9, 1, 5, 5, 4, 4, 2], owners, strict=True) if o == rank) for rank in range(3)]
+    assert max(loads) - min(loads) <= 2
