@@ -80,3 +80,10 @@ def test_mistakes_are_named():
         )
     with pytest.raises(LobsError, match="not a generator"):
         prune(model, iter([x]), Sparsity(0.5), solver="obd-fisher", inputs="dense", progress=False)
+
+
+@pytest.mark.parametrize("module", [nn.ConvTranspose1d(4, 3, 2), nn.MultiheadAttention(4, 2)])
+def test_layers_whose_samples_cannot_be_told_apart_are_refused_by_name(module):
+    layer = find_layers(nn.Sequential(module))[0]
+    with pytest.raises(LobsError, match=f"layer '{layer.name}'.*Use solver 'obd'"):
+        fisher_diagonal(nn.Sequential(module), [torch.randn(2, 4, 4)], [layer])
