@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lobs
+from experiments.dong2017 import few_iterations
 from experiments.dong2017.lab import STAGED_RATES, Lab, Subject, light, light_settings, subject
 from lobs import Sparsity, zoo
 from lobs.retraining import retrain, sgd
@@ -196,6 +197,8 @@ ROWS = [
     Row("lenet300/default-1.5", "default, 1.5 %", _L3, None, once(None, 0.015, 0)),
     Row("lenet300/ours-1.5", "shared budget, 1.5 %, one stage", _L3, None, staged((643,), keep=0.015)),
     Row("lenet300/ours-staged-1.5", "shared budget, 1.5 %, stages", _L3, None, staged((64,) * 6 + (259,), keep=0.015)),
+    Row("lenet300/ours-long-1.5", "shared budget, 1.5 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.015)),
+    Row("lenet300/ours-long-1", "shared budget, 1 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.01)),
     Row("lenet5/obd", "OBD (Fisher diagonal)", _L5, Paper(1.27, 8, 86.72, 2.65, 2.9e5), baseline("obd-fisher")),
     Row("lenet5/lwc", "LWC", _L5, Paper(1.27, 8, 89.55, 1.36, 9.6e4), baseline("magnitude")),
     Row("lenet5/dns", "DNS", _L5, Paper(1.27, 0.9, None, 1.36, 4.7e4), surgery),
@@ -228,4 +231,6 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     for row in (r for r in ROWS if r.name in rows):
         command = f"lobs reproduce table1 --rows {row.name}" + (" --quick" if lab.quick else "")
         done.append(lab.result(f"table1-{row.name}", lambda row=row: row.work(lab, row), command))
+    for network in {row.network for row in ROWS if row.name in rows}:
+        few_iterations.draw(lab, network)
     return done
