@@ -170,6 +170,7 @@ def staged(iterations: tuple[int, ...], *, keep: float | None = None) -> Callabl
         return {
             "original": who.error(who.model), "kept_percent": 100 * last.kept_fraction, "pruned": last.pruned_error, "retrained": last.error,
             "iterations": done.iterations, "stages": [vars(stage) for stage in done.stages],
+            "settings": {"pruning": pruning or "defaults", "samples": sum(len(y) for _, y in who.calibration(lab)), "stages": list(map(repr, plan))},
         }  # fmt: skip
 
     return work
