@@ -246,6 +246,19 @@ def test_interrupted_stages_go_on_where_they_were(tmp_path):
         iterate(net(), [(x, y)], Shuffled(x, y, 24), [Stage(Sparsity(0.2), 20)], folder=tmp_path, **run)
 
 
+def test_finished_stages_of_another_network_or_another_solver_are_refused(tmp_path):
+    x, y = task()
+    run = {"folder": tmp_path, "progress": False}
+    iterate(net(), [(x, y)], Shuffled(x, y, 24), stages()[:1], **run)
+    other = net()
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1e-3
+    with pytest.raises(LobsError, match="holds another network"):
+        iterate(other, [(x, y)], Shuffled(x, y, 24), stages()[:1], **run)
+    with pytest.raises(LobsError, match="holds another way of pruning"):
+        iterate(net(), [(x, y)], Shuffled(x, y, 24), stages()[:1], pruning={"solver": "magnitude"}, **run)
+
+
 def test_no_stages_is_a_mistake():
     with pytest.raises(LobsError, match="no stages"):
         iterate(net(), [task()], [task()], [], progress=False)

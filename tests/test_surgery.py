@@ -63,6 +63,26 @@ def test_a_cut_weight_goes_on_learning_and_is_spliced_back():
     torch.testing.assert_close(long.model.weight, torch.ones(1, 2), atol=0.05, rtol=0)
 
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.up = nn.ConvTranspose1d(6, 4, 3, groups=2)
+
+    def forward(self, x):
+        x = x.unsqueeze(1).expand(-1, 3, -1)
+        return self.up(self.attention(x, x, x, need_weights=False)[0].mT).mean(dim=2)
+
+
+def test_masks_bear_the_names_of_parameters_whatever_the_layer():
+    torch.manual_seed(0)
+    done = operate(Attending(), [task()], Surgery(0.5, gamma=0.0), iterations=6, progress=False)
+    assert set(done.masks) == {"attention.in_proj_weight", "attention.out_proj.weight", "up.weight"}
+    assert 0 < done.kept_fraction < 1 and zeros_held(done.model, done.masks)
+    gone = sum(int((done.model.state_dict()[name] == 0).sum()) for name in done.masks)
+    assert gone == sum(int((~m).sum()) for m in done.masks.values())
+
+
 def test_masks_stay_in_the_last_part():
     rule = Surgery(0.5, freeze_after=0.0)
     done = operate(net(), Shuffled(*task(), 24), rule, iterations=20, progress=False)

@@ -30,7 +30,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     for short in (s for s in METHODS.values() if f"first-layer/{s}" in rows):
         command = f"lobs reproduce first-layer --rows first-layer/{short}" + (" --quick" if lab.quick else "")
         done.append(lab.result(f"first-layer-{short}", lambda short=short: curve(lab, short), command))
-    _draw(lab, done)
+    _draw(lab)
     return done
 
 
@@ -102,10 +102,10 @@ def _incremental(problem: Problem, method: str, counts: list[int], seed: int) ->
         yield metric.unscaled(v, weight, mask).to(weight.dtype) if method == "lobs" else weight * mask
 
 
-def _draw(lab: Lab, done: list[dict[str, Any]]) -> None:
+def _draw(lab: Lab) -> None:
     curves = {}
     for title, short in METHODS.items():
-        found = next((r for r in done if r["name"] == f"first-layer-{short}"), None)
+        found = lab.found(f"first-layer-{short}")
         if found:
             curves[title] = ([100 * c / found["prunable"] for c, _ in found["points"]], [a for _, a in found["points"]])
     if curves:

@@ -32,8 +32,9 @@ def axes(title: str, x: str, y: str) -> Any:
 def lines(
     path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, x: str, y: str, **options: Any
 ) -> None:
-    """Draw named curves and save; options go to the axes, `marks` are vertical lines by label."""
+    """Draw named curves and save; options go to the axes, `marks` are vertical and `levels` horizontal lines by label."""
     marks: Mapping[str, float] = options.pop("marks", {})
+    levels: Mapping[str, float] = options.pop("levels", {})
     figure, one = axes(title, x, y)
     for name, (across, up) in curves.items():
         one.plot(
@@ -47,6 +48,8 @@ def lines(
         )
     for label, at in marks.items():
         one.axvline(at, linestyle=":", color="black", linewidth=1, label=label)
+    for (label, at), style in zip(levels.items(), ("--", ":", "-."), strict=False):
+        one.axhline(at, linestyle=style, color="black", linewidth=1, label=label)
     one.set(**options)
     one.legend(fontsize=8)
     save(figure, path)

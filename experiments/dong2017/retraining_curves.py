@@ -26,7 +26,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
         done.append(lab.result(f"retraining-{short}", lambda short=short: curve(lab, short), command))
     curves = {}
     for title, short in METHODS.items():
-        found = next((r for r in done if r["name"] == f"retraining-{short}"), None)
+        found = lab.found(f"retraining-{short}")
         if found:
             curves[title] = ([i for i, _ in found["history"]], [e for _, e in found["history"]])
     if curves:

@@ -29,6 +29,8 @@ def fisher_diagonal(model: nn.Module, batches: Iterable[Any], layers: Sequence[L
 
     Costs a forward and a backward pass over the data, and as much again to square sample by sample.
     """
+    for layer in layers:
+        _check(layer)
     total = {layer.name: torch.zeros_like(layer.matrix(), dtype=torch.float64, device="cpu") for layer in layers}
     samples, generator = 0, torch.Generator().manual_seed(seed)
     with crew().agree(), evaluating(model), torch.enable_grad(), track("curvature", length(batches)) as advance:
@@ -51,6 +53,14 @@ def fisher_diagonal(model: nn.Module, batches: Iterable[Any], layers: Sequence[L
     crew().add(*total.values())
     samples = round(crew().total(samples)[0])
     return {name: value / max(samples, 1) for name, value in total.items()}
+
+
+def _check(layer: Layer) -> None:
+    if layer.tied or not isinstance(layer.module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        shared = ", shared by several modules," if layer.tied else ""
+        raise CalibrationError(
+            f"layer '{layer.name}' ({layer.kind}){shared} has no gradient by sample here. Use solver 'obd', or skip the layer."
+        )
 
 
 def _squares(layer: Layer, x: Tensor, gradient: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lobs.checkpoint import load, save
@@ -85,7 +87,7 @@ def iterate(
         evaluate: an error, lower is better.
         pruning: further arguments of `prune`, such as `{"solver": "lobs"}`.
         retraining: further arguments of `retrain`, such as `{"optimizer": sgd(0.05), "teacher": model}`.
-        folder: where to keep each finished stage; a run that was interrupted goes on from there.
+        folder: where to keep each finished stage; a run of this network that was interrupted goes on from there.
         progress: draw bars on a terminal.
     """
     if not stages:
@@ -95,9 +97,11 @@ def iterate(
         home.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     now, masks, done = model, dict[str, Tensor](), list[StageResult]()
+    start = None if home is None else _fingerprint(model)
     for index, stage in enumerate(stages):
         file = None if home is None else home / f"stage-{index + 1}.safetensors"
-        taken = _finished(file, stage, now)
+        record = {"stage": repr(stage), "pruning": repr(pruning or {}), "start": start}
+        taken = _finished(file, record, now)
         if taken is not None:
             now, masks, result = taken
         else:
@@ -106,7 +110,7 @@ def iterate(
             now, masks = trained.model, cut.masks
             first = trained.history[0][1] if trained.history else None
             result = StageResult(cut.kept, cut.total, first, trained.error, trained.iterations, trained.history)
-            _keep(file, stage, now, masks, result)
+            _keep(file, record, now, masks, result)
         done.append(result)
     return Iteration(now, masks, tuple(done), time.perf_counter() - began)
 
@@ -129,19 +133,32 @@ def _trained(
     return trained
 
 
-def _keep(file: Path | None, stage: Stage, model: nn.Module, masks: Mapping[str, Tensor], result: StageResult) -> None:
+def _keep(
+    file: Path | None, record: Mapping[str, Any], model: nn.Module, masks: Mapping[str, Tensor], result: StageResult
+) -> None:
     if file is not None:
-        save(file, model, masks, {"stage": repr(stage), "result": vars(result)})
+        save(file, model, masks, {**record, "result": vars(result)})
 
 
-def _finished(file: Path | None, stage: Stage, model: nn.Module) -> tuple[nn.Module, dict[str, Tensor], StageResult] | None:
+def _finished(
+    file: Path | None, record: Mapping[str, Any], model: nn.Module
+) -> tuple[nn.Module, dict[str, Tensor], StageResult] | None:
     if file is None or not file.is_file():
         return None
     saved = load(file)
-    if saved.record.get("stage") != repr(stage):
-        raise FileError(f"'{file}' holds another stage ({saved.record.get('stage')}). Give an empty folder, or delete it.")
+    for key, what in (("stage", "stage"), ("pruning", "way of pruning"), ("start", "network")):
+        if saved.record.get(key) != record[key]:
+            raise FileError(f"'{file}' holds another {what} ({saved.record.get(key)}). Give an empty folder, or delete it.")
     copied = copy.deepcopy(model)
     copied.load_state_dict(saved.state_dict)
     fields = dict(saved.record["result"])
     history = tuple((int(i), float(e)) for i, e in fields.pop("history"))
     return copied, dict(saved.masks), StageResult(**fields, history=history)
+
+
+def _fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

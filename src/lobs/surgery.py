@@ -22,6 +22,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from lobs.calibrate import call
 from lobs.errors import TrainingError
 from lobs.layers import Layer, find_layers
+from lobs.masks import joined
 from lobs.progress import shown, track
 from lobs.retraining import Loss, MakeOptimizer, sgd
 
@@ -106,7 +107,7 @@ def operate(
         loss: of (outputs, labels).
         optimizer: makes an optimiser from a list of parameters; `sgd()` by default.
         decay: factor of the learning rate at a fraction of the way.
-        layers: names or globs; all Linear and Conv2d by default.
+        layers: names or globs; all that `lobs` can prune by default.
         evaluate: an error, looked at every `every` iterations and at the end.
         every: iterations between looks.
         seed: of the order of the data, of dropout and of the redrawing.
@@ -193,6 +194,9 @@ class _Patient:
             layer.weight.masked_fill_(~mask, 0)
 
     def named_masks(self) -> dict[str, Tensor]:
-        return {
-            ("weight" if layer.root else f"{layer.name}.weight"): m for layer, m in zip(self.layers, self.masks, strict=True)
-        }
+        named: dict[str, Tensor] = {}
+        for layer, mask in zip(self.layers, self.masks, strict=True):
+            matrix = layer.unfolded(mask)
+            free = torch.ones_like(matrix[..., :1])  # the bias, where there is one
+            named = joined(named, layer.masks(torch.cat([matrix, free], dim=-1)))
+        return named

@@ -85,6 +85,8 @@ def test_reproduce_lists_runs_once_and_writes_its_page(tmp_path):
     assert path.stat().st_mtime_ns == before
     as_json("reproduce", "table2", "--rows", "memory", "--quick", "--out", tmp_path, "--again")
     assert path.stat().st_mtime_ns != before
+    as_json("reproduce", "table2", "--rows", "memory", "--quick", "--out", tmp_path, "--seed", 1)
+    assert json.loads(path.read_text())["seed"] == 1  # a result of another seed is not this one
     assert "pictures/memory.png" in (tmp_path / "README.md").read_text()
     refused("matches nothing", "reproduce", "table2", "--rows", "nothing", "--out", tmp_path)
     refused("there is no experiment 'table9'", "reproduce", "table9", "--out", tmp_path)
