@@ -77,7 +77,6 @@ def test_mistakes_are_named():
         fisher_diagonal(
             nn.Sequential(nn.Conv2d(1, 2, 1)), [torch.randn(1, 1, 2, 2)], find_layers(nn.Sequential(nn.Conv2d(1, 2, 1)))
         )
-<<<<<<< HEAD
 
 
 def test_a_generator_is_as_good_as_a_list():
@@ -86,14 +85,9 @@ def test_a_generator_is_as_good_as_a_list():
     once = prune(model, iter([x]), Sparsity(0.5), **options)
     again = prune(model, [x], Sparsity(0.5), **options)
     assert all(torch.equal(once.masks[name], again.masks[name]) for name in again.masks)
-=======
-    with pytest.raises(LobsError, match="not a generator"):
-        prune(model, iter([x]), Sparsity(0.5), solver="obd-fisher", inputs="dense", progress=False)
-
 
 @pytest.mark.parametrize("module", [nn.ConvTranspose1d(4, 3, 2), nn.MultiheadAttention(4, 2)])
 def test_layers_whose_samples_cannot_be_told_apart_are_refused_by_name(module):
     layer = find_layers(nn.Sequential(module))[0]
     with pytest.raises(LobsError, match=f"layer '{layer.name}'.*Use solver 'obd'"):
         fisher_diagonal(nn.Sequential(module), [torch.randn(2, 4, 4)], [layer])
->>>>>>> experiments
