@@ -160,9 +160,10 @@ def _same_run(folder: Path, identity: Mapping[str, str]) -> None:
 def fingerprint(model: nn.Module, batches: Iterable[Any], settings: Mapping[str, Any]) -> dict[str, str]:
     """What makes two runs the same: the network's form and numbers, every batch, all settings, and who computes."""
     data, count = hashlib.sha256(), 0
-    for batch in batches:
-        _feed(data, batch)
-        count += 1
+    with crew().agree():
+        for batch in batches:
+            _feed(data, batch)
+            count += 1
     # Addresses in what an object says of itself change from process to process.
     plain = {key: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for key, value in settings.items()}
     parts = crew().hear([count, _short(data)])

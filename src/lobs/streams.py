@@ -82,7 +82,7 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
         same = groups and _identical(seen[groups[-1][-1]], seen[name])
         groups[-1].append(name) if same else groups.append([name])
     # A process without data has seen nothing; all must go through the layers in one order.
-    groups, part.calls = next(words for words in crew().hear([groups, part.calls]) if words[0])
+    groups, part.calls = next((words for words in crew().hear([groups, part.calls]) if words[0]), ([], {}))
     return [[pairs[name] for name in group] for group in groups]
 
 
