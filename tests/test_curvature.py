@@ -86,6 +86,7 @@ def test_a_generator_is_as_good_as_a_list():
     again = prune(model, [x], Sparsity(0.5), **options)
     assert all(torch.equal(once.masks[name], again.masks[name]) for name in again.masks)
 
+
 @pytest.mark.parametrize("module", [nn.ConvTranspose1d(4, 3, 2), nn.MultiheadAttention(4, 2)])
 def test_layers_whose_samples_cannot_be_told_apart_are_refused_by_name(module):
     layer = find_layers(nn.Sequential(module))[0]
