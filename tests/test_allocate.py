@@ -86,7 +86,7 @@ def test_limits_of_a_layer_hold_and_the_others_make_up_for_it():
     for count in range(8, 31):
         shares = allocate(curves(a=(2, 10), b=(6, None)), count)
         assert sum(shares.values()) == count and 2 <= shares["a"] <= 10 and shares["b"] >= 6
-    with pytest.raises(LobsError, match="between 8 and 30 to go, but 31 must"):
+    with pytest.raises(LobsError, match="between 8 and 30 weights can go, but 31 must"):
         allocate(curves(a=(2, 10), b=(6, None)), 31)
 
 
@@ -184,3 +184,16 @@ def test_max_drop_keeps_the_score_and_reports_every_look():
     assert result.kept < result.total
     trials = result.settings["trials"]
     assert len(trials) >= 3 and min(t["kept"] for t in trials if t["drop"] <= 10.0) == result.kept
+
+
+@pytest.mark.parametrize("max_drop", [0.0, 0.5, 100.0])
+@pytest.mark.parametrize("limits", [{"keep_at_least": {"0": 0.5}}, {"keep_at_most": {"0": 0.5}}])
+def test_the_search_for_a_largest_drop_stays_within_the_limits(limits, max_drop):
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(64, 8)
+    y = model(x).detach()
+    found = lobs.prune(
+        model, [x], Budget(max_drop=max_drop, **limits), evaluate=lambda net: -float((net(x) - y).detach().square().mean()),
+        inputs="dense", solver="magnitude", progress=False,
+    )  # fmt: skip
+    kept = found.layers[0].kept_fraction
+    assert kept >= 0.5 if "keep_at_least" in limits else kept <= 0.5

@@ -170,3 +170,24 @@ def test_a_layer_that_the_target_leaves_out_stays_to_the_bit():
     for name in "ac":
         assert torch.equal(getattr(model, name).weight, getattr(result.model, name).weight)
         assert torch.equal(getattr(model, name).bias, getattr(result.model, name).bias)
+
+
+class Choosy(nn.Module):
+    """Runs its second layer once or twice, as the first one's answer says."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6, bias=False), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        again = float(h.abs().sum()) > 0
+        h = self.b(h).relu()
+        return self.c(self.b(h) if again else h)
+
+
+def test_a_layer_that_runs_less_often_once_others_are_pruned_is_named():
+    target = lobs.Sparsity({"a": 1.0, "b": 0.5})
+    with pytest.raises(lobs.LobsError, match=r"layer 'b' runs 2 times .* 1 times once .* inputs='dense'"):
+        lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="asymmetric", progress=False)
+    lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="dense", progress=False)

@@ -102,10 +102,10 @@ def allocations(curves: Mapping[str, Curve], gives: Sequence[float]) -> list[dic
     forced, most = reach(curves)
     for give in gives:
         if give > most + 1e-6 or (forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values())):
-            raise TargetError(
-                f"the limits per layer allow between {forced:,.0f} and {most:,.0f} to go, but {give:,.0f} must. "
-                f"Loosen keep_at_least or keep_at_most."
-            )
+            limited = any(c.fewest or (c.most or 0) < c.prunable for c in curves.values() if c.most is not None)
+            what = "weights" if all(c.price == 1 for c in curves.values()) else "worth (bytes or operations)"
+            remedy = "Loosen keep_at_least or keep_at_most." if limited else "The budget is smaller than what cannot be pruned."
+            raise TargetError(f"between {forced:,.0f} and {most:,.0f} {what} can go, but {give:,.0f} must. {remedy}")
     keys = torch.cat([_limited(c) for c in curves.values()])
     owner = torch.repeat_interleave(torch.arange(len(curves)), torch.tensor([len(c.keys) for c in curves.values()]))
     worth = torch.tensor([c.multiplicity * c.price for c in curves.values()], dtype=torch.float64)

@@ -397,19 +397,21 @@ class Outcome:
 def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, looks: int = 8) -> tuple[Outcome, list[Trial]]:
     """The fewest weights whose score stays within `max_drop` of the dense network's, by bisection of log(kept).
 
-    Every trial prunes anew and is reported. The answer is the smallest network that was tried and passed; with nothing removed
-    there is no drop, so there always is one.
+    Every trial prunes anew, shared out once, and is reported. The answer is the smallest network that was tried and passed;
+    where none did, the one with nothing removed but what the budget's ceilings force.
     """
     dense = _score(evaluate, job.model, job.journal, "dense score")
     total = sum(job.prunable.values())
     trials: list[Trial] = []
     best: Outcome | None = None
-    low, high = math.log(max(1, total // 1000)), math.log(max(1, total))
+    limits = [removable(budget, name, n) for name, n in job.prunable.items()]
+    forced, most = (sum(part) for part in zip(*limits, strict=True))
+    low, high = math.log(max(1, total // 1000, total - most)), math.log(max(1, total - forced))
     with track("trials", looks) as advance:
         for look in range(looks):
             # The first look guesses where most networks break; the others halve what is left.
-            middle = high + math.log(0.1) if look == 0 else (low + high) / 2
-            kept = max(1, round(math.exp(middle)))
+            middle = max(low, high + math.log(0.1)) if look == 0 else (low + high) / 2
+            kept = min(max(1, total - most, round(math.exp(middle))), total - forced)
             outcome = job.run(job.shared(budget, total - kept))
             score = _score(evaluate, outcome.model, job.journal, f"run {outcome.number} score")
             trials.append(Trial(kept, score, dense - score))
@@ -420,7 +422,7 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             advance(1)
             if high - low < math.log(1.03):
                 break
-    return best or job.run(job.shared(budget, 0)), trials
+    return best or job.run(job.shared(budget, forced)), trials
 
 
 def _score(evaluate: Evaluate, model: nn.Module, journal: Journal, key: str) -> float:

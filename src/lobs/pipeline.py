@@ -72,7 +72,7 @@ def prune(
         held_out: other inputs, to measure on them too how far the output moved.
         evaluate: the score that `Budget(max_drop=…)` is about, larger is better.
         passes: how often a network-wide budget is shared out: the second time by how the network pruned the first time, not the
-            dense one, answers to its units. 1 takes half the time.
+            dense one, answers to its units. 1 takes half the time. Trials of `max_drop` share it out once each.
         batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one.
         resume: a folder in which every finished piece of work is kept; if it holds an interrupted run of the same network, data
             and settings, that is taken up and ends with the same bits. The batches must come in the same order each time.

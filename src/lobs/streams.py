@@ -151,6 +151,12 @@ class _Part:
             wanted = _inputs([a for a, _ in together], self.calls, dense)
             given = _inputs([b for _, b in together], self.calls, pruned)
             for before, after in together:
+                times, now = len(wanted[before.name]), len(given[after.name])
+                if times != now:
+                    raise CalibrationError(
+                        f"layer '{before.name}' runs {times} times on a batch in the dense network and {now} times once layers "
+                        f"before it are pruned, so their inputs cannot be compared. Use inputs='dense'."
+                    )
                 for x, x_hat in zip(wanted[before.name], given[after.name], strict=True):
                     moments[before.name].add(before, x, x_hat)
             yield

@@ -68,6 +68,8 @@ def test_a_score_may_be_larger_the_better(own):
         (["--keep", "30%", "--at-least", "nosuch=0.5"], "nosuch"),
         (["--keep", "30%", "--at-least", "*=0.5"], "Loosen"),
         (["--epsilon", "0.1", "--at-most", "*=0.5"], "whole network"),
+        (["--pattern", "2:4", "--at-most", "*=0.5"], "not with a pattern"),
+        (["--bytes", "10"], "cannot be pruned"),
         (["--keep", "0=30%", "--at-most", "*=0.5"], "its own fraction"),
     ],
 )

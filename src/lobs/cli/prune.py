@@ -110,6 +110,8 @@ def prune(
         raise LobsError("--relative goes with --epsilon.")
     shaped = pattern_target(pattern, block, structured, keep, sparsity, scope)
     kept_limits = limits(at_least, at_most)
+    if shaped is not None and kept_limits:
+        raise LobsError("--at-least and --at-most go with a budget for the whole network, not with a pattern.")
     budget = budget_target(parameters, flops, size, max_drop, scope, kept_limits)
     target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope, kept_limits)
     writable(out)
