@@ -197,3 +197,24 @@ def test_the_search_for_a_largest_drop_stays_within_the_limits(limits, max_drop)
     )  # fmt: skip
     kept = found.layers[0].kept_fraction
     assert kept >= 0.5 if "keep_at_least" in limits else kept <= 0.5
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return {"logits": self.first(h), "more": [self.second(h), h.argmax(1)]}
+
+
+def test_every_output_counts_not_the_first_alone():
+    model, x = TwoHeads(), torch.randn(50, 6)
+    weights = output_influence(model, [x], find_layers(model))
+    torch.testing.assert_close(weights["first"], weights["second"])
+    found = lobs.prune(model, [x], Sparsity(0.5), progress=False)
+    with torch.no_grad():
+        before, after = model(x), found.model(x)
+    moved = (before["logits"] - after["logits"]).square().sum() + (before["more"][0] - after["more"][0]).square().sum()
+    assert found.certificate.measured == pytest.approx(float((moved / len(x)).sqrt()), rel=1e-5)

@@ -193,13 +193,22 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def main_output(out: Any) -> Tensor | None:
-    """The tensor that an answer is about: itself, `logits` or `last_hidden_state` of a mapping, the first of a tuple."""
-    if isinstance(out, Mapping):
-        named = [out[key] for key in ("logits", "last_hidden_state") if key in out]
-        out = named[0] if named else next(iter(out.values()), None)
-    if isinstance(out, tuple | list):
-        out = next((x for x in out if isinstance(x, Tensor)), None)
-    return out if isinstance(out, Tensor) and out.is_floating_point() else None
+    """What an answer is about, as one tensor: all its floating-point tensors, joined where there are several.
+
+    Of Hugging Face's answers, which also carry caches and hidden states, only `logits` or `last_hidden_state`.
+    """
+    if isinstance(out, Mapping) and hasattr(out, "to_tuple"):
+        out = next((out[key] for key in ("logits", "last_hidden_state") if key in out), out)
+    found = list(_floating(out))
+    return found[0] if len(found) == 1 else torch.cat([t.flatten() for t in found]) if found else None
+
+
+def _floating(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield from [out] if out.is_floating_point() else []
+    elif isinstance(out, Mapping | tuple | list):
+        for part in out.values() if isinstance(out, Mapping) else out:
+            yield from _floating(part)
 
 
 def batch_size(batch: Any) -> int:
