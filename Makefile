@@ -31,7 +31,7 @@ test-all: $(READY)
 
 # Known holes in what we depend on. Asks the package index; where that cannot answer, it says so and lets the build go on.
 audit: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip-audit 2>/dev/null \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip setuptools pip-audit 2>/dev/null \
 	  || { echo 'audit: SKIPPED, pip-audit cannot be installed from this machine'; exit 0; }; \
 	$(BIN)/python -m pip_audit --skip-editable --progress-spinner off --timeout 10 >audit.log 2>&1; code=$$?; \
 	if [ $$code -eq 0 ]; then echo 'audit: no known vulnerabilities'; \
