@@ -28,16 +28,16 @@ def main() -> None:
     assert moved < naively
     assert ours < dense + 0.3
 
-    for name in ("fc1.weight", "fc2.weight"):
-        kept = result.masks[name].view(-1, 4).sum(dim=1)
-        assert bool((kept == 2).all()), f"{name} is not 2:4"
-        assert int((result.model.state_dict()[name].view(-1, 4) != 0).sum(dim=1).max()) <= 2
-
     try:
         _, converted = lobs.to_semi_structured(result.model.half() if torch.cuda.is_available() else result.model)
         print(f"semi-structured now: {', '.join(converted)}")
     except lobs.LobsError as why:
         print(f"not converted here: {why}")
+
+    for name in ("fc1.weight", "fc2.weight"):
+        kept = result.masks[name].view(-1, 4).sum(dim=1)
+        assert bool((kept == 2).all()), f"{name} is not 2:4"
+        assert int((result.model.state_dict()[name].view(-1, 4) != 0).sum(dim=1).max()) <= 2
 
 
 if __name__ == "__main__":

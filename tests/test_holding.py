@@ -237,3 +237,40 @@ def test_names_are_found_behind_wrappers():
     bare = nn.Linear(3, 2)
     lobs.hold(bare, {"weight": torch.zeros(2, 3, dtype=torch.bool)}).remove()
     assert not bare.weight.any()
+
+
+def test_a_part_named_as_a_wrapper_names_things_is_not_taken_for_another():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module, self.a = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.Linear(2, 2)
+
+    model = Own()
+    lobs.apply_masks(model, {"a.weight": torch.zeros(2, 2, dtype=torch.bool)})
+    assert not model.a.weight.any() and model.module["a"].weight.any()
+
+
+def test_an_optimiser_inside_another_is_found():
+    class Prepared(torch.optim.Optimizer):
+        """What a training library hands out: an optimiser that was never initialised as one, around one that was."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.step()
+
+    layer = nn.Linear(3, 2)
+    optimizer = Prepared(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9))
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    lobs.hold(layer, {"weight": mask}, optimizer)
+    for _ in range(3):
+        layer(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    assert not layer.weight[~mask].any() and layer.weight[mask].all()
+
+
+def test_a_transposed_update_is_refused():
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    with pytest.raises(lobs.LobsError, match="transposed"):
+        lobs.merge_lora(torch.randn(4, 6), torch.randn(2, 4), torch.randn(6, 2), mask)

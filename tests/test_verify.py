@@ -95,3 +95,23 @@ def test_lost_zeros_are_told_layer_by_layer(tmp_path):
         findings["mask 2.weight"].detail
     )
     assert "no such tensor" in findings["mask 3.weight"].detail and "shape" in findings["mask 0.weight"].detail
+
+
+@pytest.mark.parametrize("along", ["columns", "channels"])
+def test_a_broken_pattern_is_found_though_every_count_is_right(along, tmp_path):
+    model = nn.Sequential(nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 6))
+    result = lobs.prune(model, [torch.randn(40, 8, 6, 6)], lobs.NByM(2, 4, along=along), progress=False)
+    result.save(tmp_path / "good.safetensors")
+    good = verify_masks(lobs.load(tmp_path / "good.safetensors"))
+    assert [f.check for f in good if f.check.startswith("pattern")] == ["pattern 0", "pattern 3"]
+    assert all(f.holds for f in good)
+    # Move one weight of the last layer into a group that has its two already.
+    mask, weight = result.masks["3.weight"], result.model[3].weight.detach()
+    full = int(mask[0, :4].int().argmin())
+    gone = 4 + int(mask[0, 4:8].int().argmax())
+    mask[0, full], mask[0, gone] = True, False
+    weight[0, full], weight[0, gone] = 1.0, 0.0
+    result.save(tmp_path / "bad.safetensors")
+    bad = {f.check: f for f in verify_masks(lobs.load(tmp_path / "bad.safetensors"))}
+    assert bad["count 3"].holds and bad["mask 3.weight"].holds and bad["pattern 0"].holds
+    assert not bad["pattern 3"].holds and "1 groups" in bad["pattern 3"].detail

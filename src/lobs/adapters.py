@@ -17,17 +17,23 @@ def merge_lora(weight: Tensor, down: Tensor, up: Tensor, mask: Tensor, scale: fl
     """W + scale·up@down on the kept weights; also the share of the update's energy that fell on removed ones and is lost.
 
     Args:
-        weight: the pruned weight, of any shape; the product must have as many elements.
+        weight: the pruned weight; the product must have its shape, or as many elements where it has more than two dimensions.
         down: A, of rank rows.
         up: B, of rank columns.
         mask: True = kept, in the weight's shape.
         scale: usually alpha over rank.
     """
     update = scale * (up @ down)
-    if update.numel() != weight.numel() or mask.shape != weight.shape or mask.dtype != torch.bool:
+    fits = update.shape == weight.shape if weight.dim() == 2 else update.numel() == weight.numel()
+    if not fits or mask.shape != weight.shape or mask.dtype != torch.bool:
         raise MaskError(
             f"a weight {tuple(weight.shape)}, its update {tuple(update.shape)} and its mask {mask.dtype} {tuple(mask.shape)} "
             f"do not fit together."
+            + (
+                " Is the weight stored transposed, as in GPT-2? Then pass weight.T and mask.T."
+                if update.mT.shape == weight.shape
+                else ""
+            )
         )
     update = update.reshape(weight.shape)
     energy = float(update.double().square().sum())

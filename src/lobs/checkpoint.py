@@ -83,7 +83,8 @@ def save_compact(
     masked tensors are rounded; `CompactFile.tensors` says by how much at most.
     """
     tensors = _tensors(model)
-    return write_compact(path, tensors, _checked_masks(tensors, masks), record or {}, values)
+    told = {} if values == "same" else {"values": values}
+    return write_compact(path, tensors, _checked_masks(tensors, masks), {**(record or {}), **told}, values)
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:

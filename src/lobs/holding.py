@@ -41,6 +41,8 @@ class Hold:
             self._handles.append(register_optimizer_step_pre_hook(self._before))
             self._handles.append(register_optimizer_step_post_hook(self._after))
         else:
+            while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Hugging Face Accelerate wraps them
+                optimizer = inner
             self._before(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before))
             self._handles.append(optimizer.register_step_post_hook(self._after))
@@ -156,9 +158,13 @@ def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, int]
 
 def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module and attribute that hold a tensor of the state dict."""
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        prefix, _, key = name.rpartition(".")
-        if prefix == _bare(module_name, name) and isinstance(getattr(module, key, None), Tensor):
+    prefix, _, key = name.rpartition(".")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # The exact name first: a network may itself have a part that is called as a wrapper calls what it wraps.
+    inside = (module for module_name, module in modules.items() if prefix == _bare(module_name, name))
+    for module in (modules.get(prefix), *inside):
+        if isinstance(getattr(module, key, None), Tensor):
+            assert module is not None
             return module, key
     raise MaskError(f"mask '{name}' names no parameter of the network. Are these the masks of another network?")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lobs.batchnorm import borrow_statistics
@@ -20,6 +23,7 @@ from lobs.errors import FileError
 from lobs.job import layer_problem
 from lobs.layers import Layer, find_layers
 from lobs.statistics import Moments
+from lobs.targets import NByM, for_layer
 
 _TOLERANCE = 1e-3  # relative: moments are sums of float32 products, whose order a machine may choose
 
@@ -47,7 +51,35 @@ def verify_masks(saved: Checkpoint, later: nn.Module | Mapping[str, Tensor] | No
                 f"kept {row['total'] - removed:,}, recorded {row['kept']:,}",
             )
         )
-    return findings
+    return [*findings, *_patterns(saved, state)]
+
+
+def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Whether layers pruned n:m follow the pattern: no group has more than its n non-zeros."""
+    settings = saved.record.get("settings")
+    told = re.fullmatch(r"NByM\(n=(.+), m=(\d+), along='(\w+)'\)", str((settings or {}).get("target")))
+    if told is None:
+        return
+    whole = NByM(ast.literal_eval(told[1]), int(told[2]), told[3])  # type: ignore[arg-type]  # checked there
+    for row in _rows(saved):
+        target = for_layer(whole, row["name"])
+        own = _parameters(row, saved.masks)
+        for name in (n for n in own if n in saved.masks and saved.masks[n].dim() > 1):
+            if isinstance(target, NByM) and name in state:
+                weight = state[name].cpu()[slice(*own[name])]
+                # A file does not say which dimension is the input's; transposed convolutions and GPT-2 have it first.
+                broken = min(_broken(target, weight), _broken(target, weight.transpose(0, 1)))
+                detail = f"{broken:,} groups have too many non-zeros" if broken else f"every group keeps its {target}"
+                yield Finding(f"pattern {row['name']}", not broken, detail)
+
+
+def _broken(target: NByM, weight: Tensor) -> int:
+    rows = weight.reshape(len(weight), -1)
+    positions = weight[0, 0].numel()
+    group = torch.tensor(target.groups(rows.shape[1], positions))
+    kept = torch.zeros(len(rows), int(group.max()) + 1, dtype=torch.int64).index_add_(1, group, (rows != 0).long())
+    sizes = group.bincount().tolist()
+    return int((kept > torch.tensor([size - target.quota(size) for size in sizes])).sum())
 
 
 def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:

@@ -167,3 +167,12 @@ def test_rivals_are_weighed(monkeypatch):
     assert sizes["dense"] > sizes["gzip -9"] > 0
     monkeypatch.setattr("lobs.export.sizes.import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
     assert set(dense_sizes(state)) == {"dense", "gzip -9"}
+
+
+def test_infinities_agree_with_their_like_and_hide_nothing():
+    from lobs.export.program import largest_difference
+
+    a = torch.tensor([1.0, -torch.inf, torch.nan])
+    assert largest_difference([a], [a.clone()]) == 0
+    assert largest_difference([a], [a + torch.tensor([0.5, 0.0, 0.0])]) == pytest.approx(0.5 / 1.5)
+    assert largest_difference([a], [torch.tensor([1.0, 0.0, torch.nan])]) == float("inf")

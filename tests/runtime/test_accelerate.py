@@ -10,7 +10,8 @@ from torch import nn
 import lobs
 from lobs import LobsError
 from lobs.runtime import fusing, median, speedup, take_turns
-from lobs.runtime.modules import FastConv2d, FastLinear, FastSequential
+from lobs.runtime.engines import ChainEngine
+from lobs.runtime.modules import FastConv2d, FastLinear, FastSequential, same_as
 
 from .test_engines import assert_close, sparse
 
@@ -158,3 +159,40 @@ def test_contenders_take_turns():
     order = []
     taken = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 0.0)
     assert len(taken["a"]) == len(taken["b"]) == 5 and (taken["a"] > 0).all()
+
+
+def _fused():
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 8)).eval()
+    with torch.no_grad():
+        for layer in (model[0], model[3]):
+            layer.weight.mul_(torch.rand_like(layer.weight) < 0.02)
+    x = torch.randn(4, 64)
+    fast = same_as(FastSequential, copy.deepcopy(model))  # whatever is fastest here: the fused run is what this is about
+    fast.runs = [(0, 4, ChainEngine([fast[0], fast[3]], [True, False], x))]
+    return model, fast, x
+
+
+def test_hooks_and_dropout_inside_a_fused_run_are_as_in_the_dense_network():
+    model, fast, x = _fused()
+    seen = []
+    handle = fast[1].register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+        assert seen
+        handle.remove()
+        fast[2].train()
+        assert not torch.equal(fast(x), fast(x))
+
+
+def test_forward_mode_and_vmap_are_left_to_dense_torch():
+    model, fast, x = _fused()
+    direction = torch.randn_like(x)
+    ours, theirs = (torch.func.jvp(net, (x,), (direction,))[1] for net in (fast, model))
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.func.vmap(fast)(x), model(x))
+
+
+def test_a_network_can_be_accelerated_in_inference_mode():
+    model, _, x = _fused()
+    with torch.inference_mode():
+        torch.testing.assert_close(lobs.accelerate(model, x).model(x), model(x))

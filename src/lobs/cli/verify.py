@@ -40,6 +40,8 @@ def verify(
     skipped = ""
     if weights is not None:
         findings, skipped = verify_masks(saved, checkpoint.load(weights).state_dict), "only zeros and counts were checked"
+    elif recompute and "values" in saved.record:
+        skipped = f"errors not recomputed: the values were rounded to {saved.record['values']} since they were recorded"
     elif recompute and isinstance(saved.record.get("origin"), str):
         with shown(not json):
             findings += _recompute(file, saved, trust)

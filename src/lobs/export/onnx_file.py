@@ -70,7 +70,7 @@ def export_onnx(
         assert program is not None
         names, answers = _run(partial, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)])
         difference = largest_difference(answers, _tensors(frozen(*args, **kwargs)))
-        if difference > tolerance:
+        if not difference <= tolerance:  # NaN is no agreement
             raise ExportError(
                 f"onnxruntime differs from torch by {difference:.3g} on the example; at most {tolerance:g} is allowed."
             )

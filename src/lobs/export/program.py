@@ -35,7 +35,7 @@ def export_program(
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ExportError(f"torch.export cannot follow this network: {first}{hint}") from error
         difference = largest_difference(program.module()(*args, **kwargs), frozen(*args, **kwargs))
-        if difference > 1e-4:
+        if not difference <= 1e-4:  # NaN is no agreement
             raise ExportError(f"the exported program differs from the network by {difference:.3g} on the example.")
         if path is not None:
             with atomic_write(path) as partial, partial.open("wb") as file:
@@ -64,12 +64,24 @@ def dynamic_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def largest_difference(one: Any, other: Any) -> float:
-    """The largest difference between two answers, relative to their largest value where that is above one."""
+    """The largest difference between two answers, relative to their largest finite value where that is above one.
+
+    Infinities of one sign agree, as do NaN; one without its like makes it infinite.
+    """
     ours, theirs = (_leaves(answer) for answer in (one, other))
     if len(ours) != len(theirs) or any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
         raise ExportError("the exported network answers with other tensors than the network.")
     pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True) if a.numel()]
-    return max((float((a - b).abs().max()) / max(1.0, float(b.abs().max())) for a, b in pairs), default=0.0)
+    return max((_apart(a, b) for a, b in pairs), default=0.0)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    same = (a == b) | (a.isnan() & b.isnan())
+    finite = a.isfinite() & b.isfinite()
+    if not bool((same | finite).all()):
+        return float("inf")
+    apart = torch.where(same, 0.0, (a - b).abs())
+    return float(apart.max()) / max(1.0, float(torch.where(b.isfinite(), b, 0.0).abs().max()))
 
 
 def _leaves(answer: Any) -> list[Tensor]:

@@ -32,7 +32,9 @@ class Engine:
         """Whether this input, here and now, is one to compute; False means: let dense torch do it."""
         if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or not self.least <= x.numel() <= self.most:
             return False
-        if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or _tracing() or not self.fits(x):
+        if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or _tracing() or _transformed():
+            return False
+        if not self.fits(x):
             return False
         if torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for _, _, tensor in self.watched)):
             return False
@@ -44,7 +46,7 @@ class Engine:
             if slots[key] is not tensor:
                 self.refresh()
                 return True
-            version += tensor._version
+            version += _version(tensor)
         if version != self.version:
             self.refresh()
         return True
@@ -61,7 +63,7 @@ class Engine:
             for key in ("weight", "bias")
             if (tensor := layer._parameters[key]) is not None
         ]
-        self.version = sum(tensor._version for _, _, tensor in self.watched)
+        self.version = sum(_version(tensor) for _, _, tensor in self.watched)
         self.prepare()
 
     def attach(self, layers: Sequence[nn.Linear | nn.Conv2d]) -> None:
@@ -191,6 +193,16 @@ class ConvEngine(Engine):
         group = np.repeat(np.arange(len(self.bias)), np.diff(self.starts)) // (len(self.bias) // conv.groups)
         plane = ((group * per + channel) * sh + y % sh) * sw + x % sw
         return (plane * tall * broad + y // sh * broad + x // sw).astype(np.int64)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work: tensors then are not what they seem."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @lru_cache(maxsize=1)

@@ -50,16 +50,23 @@ class FastSequential(nn.Sequential):
 
     def forward(self, x: Any) -> Any:
         """Fused runs where they apply, single modules elsewhere."""
-        start, stop, engine = self.runs[0]
-        if stop - start == len(self._modules) and engine.takes(x):  # the whole of it at once: no time for loops
-            return engine.run(x)
         modules = list(self._modules.values())
         at = 0
         for start, stop, engine in self.runs:
+            inner = modules[start:stop]
             x = _through(modules[at:start], x)
-            x = engine.run(x) if engine.takes(x) else _through(modules[start:stop], x)
+            x = engine.run(x) if _plain(inner) and engine.takes(x) else _through(inner, x)
             at = stop
         return _through(modules[at:], x)
+
+
+def _plain(modules: list[Any]) -> bool:
+    """Whether nobody would notice that these are not called one by one: none is training (dropout), none has hooks."""
+    for module in modules:
+        slots = module.__dict__  # a module's own look-up takes longer than a small layer
+        if slots["training"] or slots["_forward_hooks"] or slots["_forward_pre_hooks"]:
+            return False
+    return True
 
 
 def _through(modules: list[Any], x: Any) -> Any:
