@@ -414,3 +414,13 @@ def test_without_a_curve_of_its_own_a_layers_line_is_the_outlooks(tmp_path):
         assert line["x"] == pytest.approx([100 * n / layer.total for n in outlook.removed[layer.name]], abs=1e-3)
         assert cut["x"] == pytest.approx([100 * (1 - layer.kept_fraction)])
         assert cut["y"] == [layer.relative_error or None]  # a logarithmic axis has no zero
+
+
+def test_runs_of_different_networks_say_so_and_held_out_change_is_in_the_first_paragraph(page):
+    one, held = network_budget(), [torch.rand(20, 1, 6, 6)]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    other = Run("other", lobs.prune(model, [torch.rand(30, 1, 6, 6)], 0.5, held_out=held, progress=False))
+    assert "Different networks" in page([one, other]) and "Different networks" not in page([one, network_budget()])
+    text = page([other])
+    assert "On held-out inputs" in text[: text.index("<table")]
+    assert "GB of memory" in text

@@ -31,6 +31,11 @@ class Column(NamedTuple):
         return len(known) > 1 and self.values[index] == min(known)
 
 
+def differ(runs: Sequence[Run]) -> bool:
+    """Whether the runs are of networks with different layers, which a side-by-side table would hide."""
+    return len({tuple((row.name, row.shape) for row in run.pruning.layers) for run in runs}) > 1
+
+
 def headline(runs: Sequence[Run]) -> list[Column]:
     """What to compare runs by."""
     results = [run.pruning for run in runs]
