@@ -39,8 +39,9 @@ class Undecided(nn.Module):
 def test_onnx_runs_elsewhere_with_any_batch(tmp_path, batch):
     ort = pytest.importorskip("onnxruntime")
     result = pruned()
-    done = lobs.export_onnx(tmp_path / "x.onnx", result.model, torch.randn(batch, 1, 8, 8))
-    assert done.largest_difference <= 1e-4 and done.opset >= 18
+    wished = 18 if batch == 1 else None  # torch's own otherwise
+    done = lobs.export_onnx(tmp_path / "x.onnx", result.model, torch.randn(batch, 1, 8, 8), opset=wished)
+    assert done.largest_difference <= 1e-4 and (done.opset == 18 if wished else done.opset > 18)
     session = ort.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
     x = torch.randn(7, 1, 8, 8)
     (answer,) = session.run(None, {done.inputs[0]: x.numpy()})

@@ -40,10 +40,12 @@ def export_onnx(
     *,
     dynamic_batch: bool = True,
     tolerance: float = 1e-4,
+    opset: int | None = None,
 ) -> OnnxFile:
     """Write an ONNX file with torch's exporter and keep it only if onnxruntime agrees with torch on the example.
 
     Zeros stay zeros: ONNX has no sparse layers that runtimes support, so the file is dense. Needs the extra `lobs[onnx]`.
+    The opset is the one torch writes today unless you name another.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -58,6 +60,7 @@ def export_onnx(
                 doubled(args) if dynamic_batch else args,
                 str(partial),
                 kwargs=doubled(kwargs) if dynamic_batch else kwargs,
+                opset_version=opset,
                 dynamo=True,
                 dynamic_shapes=shapes,
                 external_data=False,
@@ -74,8 +77,8 @@ def export_onnx(
             raise ExportError(
                 f"onnxruntime differs from torch by {difference:.3g} on the example; at most {tolerance:g} is allowed."
             )
-        opset = next(int(entry) for domain, entry in program.model.opset_imports.items() if domain == "")
-    return OnnxFile(Path(path), opset, names, difference)
+        written = next(int(entry) for domain, entry in program.model.opset_imports.items() if domain == "")
+    return OnnxFile(Path(path), written, names, difference)
 
 
 def _run(path: Path, inputs: list[Tensor]) -> tuple[tuple[str, ...], list[Tensor]]:
