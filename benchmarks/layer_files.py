@@ -10,11 +10,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lobs import collect
 from lobs.cli.subject import open_subject
 from lobs.layers import find_layers
+
+
+def read(file: Path) -> tuple[Tensor, Tensor, bool]:
+    """A layer's weight and moment, and whether its last column is a bias: its moment with itself is then 1."""
+    tensors = load_file(str(file))
+    return tensors["weight"], tensors["moment"], bool(abs(float(tensors["moment"][-1, -1]) - 1) < 1e-12)
 
 
 def main() -> None:

@@ -18,10 +18,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.baselines.column_sweep import best_column_sweep, column_sweep
+from benchmarks.layer_files import read
 from lobs import NByM, NumericalWarning, Problem, collect, solve, zoo
 from lobs.data import mnist
 from lobs.layers import find_layers
@@ -58,8 +58,8 @@ def layers(folder: Path | None, images: int) -> Iterator[tuple[str, Tensor, Tens
             yield f"{network} {layer.name}", layer.matrix()[0, :, :d], moments[layer.name].moment[0, :d, :d]
     for path in sorted(folder.glob("*.safetensors")) if folder else []:
         if not path.name.startswith("lenet"):
-            held = load_file(path)
-            yield path.stem, held["weight"].float(), held["moment"].double()
+            weight, moment, _ = read(path)
+            yield path.stem, weight.float(), moment.double()
 
 
 def compare(name: str, weight: Tensor, moment: Tensor, n: int, m: int) -> float:

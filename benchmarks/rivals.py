@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.baselines.admm import admm
 from benchmarks.baselines.column_sweep import best_column_sweep
+from benchmarks.layer_files import read
 from lobs import ADMM, Auto, Exact, NumericalWarning, Problem, Solution, collect, solve, zoo
 from lobs.data import mnist
 from lobs.layers import find_layers
@@ -40,10 +40,7 @@ def problems(folder: Path | None) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
         for layer in find_layers(model):
             yield f"{name} {layer.name}", layer.matrix()[0], calibration[layer.name].moment[0], layer.bias is not None
     for file in sorted(folder.glob("*.safetensors")) if folder else []:
-        tensors = load_file(str(file))
-        weight, moment = tensors["weight"], tensors["moment"]
-        # A constant input is a bias column: its moment with itself is 1.
-        yield file.stem, weight, moment, bool(abs(float(moment[-1, -1]) - 1) < 1e-12)
+        yield file.stem, *read(file)
 
 
 T = TypeVar("T")

@@ -14,10 +14,10 @@ import warnings
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.baselines.admm import admm
+from benchmarks.layer_files import read
 from lobs import NumericalWarning, Problem, solve
 from lobs.kernels.compiled_swaps import settle, start
 
@@ -63,9 +63,7 @@ def main() -> None:
     print(f"| layer | rows×columns | sparsity | auto : ADMM, {given.rows} rows | after {given.kicks} kicks |")
     print("|---|---|---|---|---|")
     for file in given.layers:
-        tensors = load_file(str(file))
-        weight, moment = tensors["weight"], tensors["moment"]
-        bias = bool(abs(float(moment[-1, -1]) - 1) < 1e-12)
+        weight, moment, bias = read(file)
         problem = Problem(weight, moment, bias_column=bias, name=file.stem)
         picked = torch.randperm(len(weight))[: given.rows]
         for sparsity in given.sparsity:

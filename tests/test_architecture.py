@@ -24,6 +24,7 @@ FLOORS = [
     {"result"},
     {"settled"},
     {"job"},
+    {"trials"},
     {"pipeline"},
     {"sweep", "verify", "report", "runtime", "export", "stages"},
     {"data"},

@@ -115,3 +115,21 @@ def test_a_broken_pattern_is_found_though_every_count_is_right(along, tmp_path):
     bad = {f.check: f for f in verify_masks(lobs.load(tmp_path / "bad.safetensors"))}
     assert bad["count 3"].holds and bad["mask 3.weight"].holds and bad["pattern 0"].holds
     assert not bad["pattern 3"].holds and "1 groups" in bad["pattern 3"].detail
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "NByM", ["target"], {"target": 5}, {"target": "NByM(n=(, m=4, along='columns')"},
+        {"target": "NByM(n=9, m=4, along='columns')"}, {"target": "NByM(n=2, m=0, along='columns')"},
+        {"target": "NByM(n=2, m=4, along='rows')"}, {"target": "NByM(n=[], m=4, along='columns')"},
+    ],
+)  # fmt: skip
+def test_a_record_of_a_pattern_may_say_anything(settings, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 4))
+    result = lobs.prune(model, [torch.randn(20, 8)], 0.5, progress=False)
+    lobs.save(tmp_path / "x.safetensors", result.model, result.masks, {**result.record(), "settings": settings})
+    try:
+        assert all(f.holds for f in verify_masks(lobs.load(tmp_path / "x.safetensors")))
+    except FileError as error:
+        assert "damaged" in str(error)

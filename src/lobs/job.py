@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lobs import bounds, linalg, scores, streams
 from lobs.allocate import Curve, RowLosses, allocate, row_losses
-from lobs.batches import told
 from lobs.batchnorm import BatchNormEffect, reestimate, statistics_of, take_up
 from lobs.calibrate import Calibration, collect
 from lobs.curvature import fisher_diagonal
@@ -37,7 +36,6 @@ from lobs.statistics import Moments, PairedMoments
 from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
 
 Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
-Evaluate: TypeAlias = Callable[[nn.Module], float]
 Packed: TypeAlias = tuple[dict[str, Tensor], Any]
 # How far, in mean input energy, the asymmetric target is held to the dense weights: it is fitted to few samples.
 _TETHER = 1e-3
@@ -83,15 +81,6 @@ def asymmetric_problem(problem: Problem, difference: Tensor) -> Problem:
         shift = linalg.ridge_solve(moment, weight.to(torch.float64) @ d, lam)
         parts.append((weight.to(torch.float64) + shift).to(weight.dtype))
     return replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One look at a score on the way to a largest drop."""
-
-    kept: int
-    score: float
-    drop: float
 
 
 class Job:
@@ -392,57 +381,6 @@ class Outcome:
             job.model, self.model, job.calibration, errors,
             batches=job.batches, held_out=held_out, measured=apart.output, absorbed=True,
         )  # fmt: skip
-
-
-def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, looks: int = 8) -> tuple[Outcome, list[Trial]]:
-    """The fewest weights whose score stays within `max_drop` of the dense network's, by bisection of log(kept).
-
-    Every trial prunes anew, shared out once, and is reported. The answer is the smallest network that was tried and passed;
-    where none did, the one with nothing removed but what the budget's ceilings force.
-    """
-    dense = _score(evaluate, job.model, job.journal, "dense score")
-    total = sum(job.prunable.values())
-    trials: list[Trial] = []
-    best: Outcome | None = None
-    limits = [removable(budget, name, n) for name, n in job.prunable.items()]
-    forced, most = (sum(part) for part in zip(*limits, strict=True))
-    low, high = math.log(max(1, total // 1000, total - most)), math.log(max(1, total - forced))
-    with track("trials", looks) as advance:
-        for look in range(looks):
-            # The first look guesses where most networks break; the others halve what is left.
-            middle = max(low, high + math.log(0.1)) if look == 0 else (low + high) / 2
-            kept = min(max(1, total - most, round(math.exp(middle))), total - forced)
-            outcome = job.run(job.shared(budget, total - kept))
-            score = _score(evaluate, outcome.model, job.journal, f"run {outcome.number} score")
-            trials.append(Trial(kept, score, dense - score))
-            if dense - score <= max_drop:
-                best, high = outcome, math.log(kept)
-            else:
-                low = math.log(kept)
-            advance(1)
-            if high - low < math.log(1.03):
-                break
-    return best or job.run(job.shared(budget, forced)), trials
-
-
-def _score(evaluate: Evaluate, model: nn.Module, journal: Journal, key: str) -> float:
-    saved = journal.read(key)
-    if saved is not None:
-        return float(saved.record["score"])
-    score = 0.0
-    with crew().agree():
-        if crew().leads:
-            with told("evaluate"):
-                value = evaluate(model)
-            try:
-                score = float(value)
-            except (TypeError, ValueError):
-                raise LobsError(f"evaluate returned {value!r}; it must return a number, larger is better.") from None
-            if math.isnan(score):
-                raise LobsError("evaluate returned NaN; it must return a number, larger is better.")
-    score = float(crew().hear(score)[0])
-    journal.write(key, {}, {"score": score})
-    return score
 
 
 def _copied(model: nn.Module) -> nn.Module:

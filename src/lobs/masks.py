@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from lobs.errors import TargetError
+from lobs.targets import NByM
 
 
 def removal_order(scores: Tensor, protected: int = 0) -> Tensor:
@@ -34,3 +36,12 @@ def mask_from_order(order: Tensor, count: int, shape: tuple[int, ...]) -> Tensor
     mask = torch.ones(total, dtype=torch.bool, device=order.device)
     mask[order[:count]] = False
     return mask.view(shape)
+
+
+def broken_groups(weight: Tensor, target: NByM) -> int:
+    """How many groups of an n:m pattern have more non-zeros than their n; rows first, convolutions with their kernels last."""
+    rows = weight.detach().reshape(len(weight), -1)
+    group = torch.tensor(target.groups(rows.shape[1], math.prod(weight.shape[2:])), device=rows.device)
+    sizes = group.bincount()
+    kept = torch.zeros(len(rows), len(sizes), dtype=torch.int64, device=rows.device).index_add_(1, group, (rows != 0).long())
+    return int((kept > torch.tensor([n - target.quota(n) for n in sizes.tolist()], device=rows.device)).sum())

@@ -16,7 +16,7 @@ from torch import nn
 from lobs.batches import guarded
 from lobs.distributed import present, working
 from lobs.errors import LobsError
-from lobs.job import Evaluate, Inputs, Job, Trial, search
+from lobs.job import Inputs, Job
 from lobs.journal import fingerprint, open_journal
 from lobs.layers import find_layers
 from lobs.observe import observed, peak_bytes
@@ -25,6 +25,7 @@ from lobs.progress import shown
 from lobs.result import Pruning
 from lobs.solvers import as_solver
 from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target, check_names
+from lobs.trials import Evaluate, Trial, search
 
 
 def prune(

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lobs.batchnorm import borrow_statistics
 from lobs.bounds import distances
 from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
-from lobs.errors import FileError
+from lobs.errors import FileError, TargetError
 from lobs.job import layer_problem
 from lobs.layers import Layer, find_layers
+from lobs.masks import broken_groups
 from lobs.statistics import Moments
 from lobs.targets import NByM, for_layer
 
@@ -56,30 +56,37 @@ def verify_masks(saved: Checkpoint, later: nn.Module | Mapping[str, Tensor] | No
 
 def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Whether layers pruned n:m follow the pattern: no group has more than its n non-zeros."""
-    settings = saved.record.get("settings")
-    told = re.fullmatch(r"NByM\(n=(.+), m=(\d+), along='(\w+)'\)", str((settings or {}).get("target")))
-    if told is None:
-        return
-    whole = NByM(ast.literal_eval(told[1]), int(told[2]), told[3])  # type: ignore[arg-type]  # checked there
-    for row in _rows(saved):
+    whole = _recorded_pattern(saved)
+    for row in _rows(saved) if whole is not None else []:
         target = for_layer(whole, row["name"])
         own = _parameters(row, saved.masks)
-        for name in (n for n in own if n in saved.masks and saved.masks[n].dim() > 1):
-            if isinstance(target, NByM) and name in state:
+        for name, mask in saved.masks.items():
+            # Other shapes than the mask's are found wrong already.
+            if (
+                name in own
+                and isinstance(target, NByM)
+                and mask.dim() > 1
+                and name in state
+                and state[name].shape == mask.shape
+            ):
                 weight = state[name].cpu()[slice(*own[name])]
                 # A file does not say which dimension is the input's; transposed convolutions and GPT-2 have it first.
-                broken = min(_broken(target, weight), _broken(target, weight.transpose(0, 1)))
+                broken = min(broken_groups(weight, target), broken_groups(weight.transpose(0, 1), target))
                 detail = f"{broken:,} groups have too many non-zeros" if broken else f"every group keeps its {target}"
                 yield Finding(f"pattern {row['name']}", not broken, detail)
 
 
-def _broken(target: NByM, weight: Tensor) -> int:
-    rows = weight.reshape(len(weight), -1)
-    positions = weight[0, 0].numel()
-    group = torch.tensor(target.groups(rows.shape[1], positions))
-    kept = torch.zeros(len(rows), int(group.max()) + 1, dtype=torch.int64).index_add_(1, group, (rows != 0).long())
-    sizes = group.bincount().tolist()
-    return int((kept > torch.tensor([size - target.quota(size) for size in sizes])).sum())
+def _recorded_pattern(saved: Checkpoint) -> NByM | None:
+    """The n:m pattern that the record asks for, refused where it is nonsense: a file may say anything."""
+    settings = saved.record.get("settings")
+    target = settings.get("target") if isinstance(settings, dict) else None
+    told = re.fullmatch(r"NByM\(n=(.+), m=(\d+), along='(\w+)'\)", target) if isinstance(target, str) else None
+    if told is None:
+        return None
+    try:
+        return NByM(ast.literal_eval(told[1]), int(told[2]), told[3])  # type: ignore[arg-type]  # checked there
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, TargetError) as error:
+        raise FileError("the file's record of its pattern is damaged.") from error
 
 
 def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:

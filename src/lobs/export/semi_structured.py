@@ -7,15 +7,17 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from lobs import masks
 from lobs.errors import ExportError
+from lobs.targets import NByM
 
 
 def broken_groups(weight: Tensor, keep: int = 2, group: int = 4) -> int:
     """Groups of four neighbours along a row with more than two non-zeros; convolutions are flattened to rows first."""
-    rows = weight.detach().reshape(len(weight), -1)
-    if rows.shape[1] % group:
-        raise ExportError(f"rows of {rows.shape[1]} weights do not split into groups of {group}.")
-    return int(((rows != 0).reshape(len(rows), -1, group).sum(dim=2) > keep).sum())
+    columns = weight[0].numel()
+    if columns % group:
+        raise ExportError(f"rows of {columns} weights do not split into groups of {group}.")
+    return masks.broken_groups(weight, NByM(keep, group))
 
 
 def to_semi_structured(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:

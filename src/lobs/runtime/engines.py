@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lobs.kernels.workers import workers
 from lobs.runtime.compiled import chain_of_many, chain_of_one, convolve
 
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
@@ -205,12 +203,6 @@ def _transformed() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-@lru_cache(maxsize=1)
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Workers of this process: a fork inherits the pool, but not its threads, and would wait for them forever."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="lobs")
-
-
 def spread(kernel: Callable[..., None], x: Any, arrays: tuple[Any, ...], out: Any, step: int) -> None:
     """Run a kernel over the first dimension, in as many threads as torch would use where each gets work worth it."""
     threads = torch.get_num_threads()
@@ -221,7 +213,7 @@ def spread(kernel: Callable[..., None], x: Any, arrays: tuple[Any, ...], out: An
         return
     share = -(-len(x) // pieces // step) * step
     spans = [slice(low, low + share) for low in range(0, len(x), share)]
-    jobs = [_pool(threads, os.getpid()).submit(kernel, x[span], *arrays, out[span]) for span in spans[1:]]
+    jobs = [workers().submit(kernel, x[span], *arrays, out[span]) for span in spans[1:]]
     kernel(x[spans[0]], *arrays, out[spans[0]])
     for job in jobs:
         job.result()
