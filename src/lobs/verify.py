@@ -57,23 +57,21 @@ def verify_masks(saved: Checkpoint, later: nn.Module | Mapping[str, Tensor] | No
 def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Whether layers pruned n:m follow the pattern: no group has more than its n non-zeros."""
     whole = _recorded_pattern(saved)
-    for row in _rows(saved) if whole is not None else []:
+    if whole is None:
+        return
+    # Tensors of another shape than their mask's are found wrong already.
+    fitting = [n for n, mask in saved.masks.items() if mask.dim() > 1 and n in state and state[n].shape == mask.shape]
+    for row in _rows(saved):
         target = for_layer(whole, row["name"])
+        if not isinstance(target, NByM):  # left dense
+            continue
         own = _parameters(row, saved.masks)
-        for name, mask in saved.masks.items():
-            # Other shapes than the mask's are found wrong already.
-            if (
-                name in own
-                and isinstance(target, NByM)
-                and mask.dim() > 1
-                and name in state
-                and state[name].shape == mask.shape
-            ):
-                weight = state[name].cpu()[slice(*own[name])]
-                # A file does not say which dimension is the input's; transposed convolutions and GPT-2 have it first.
-                broken = min(broken_groups(weight, target), broken_groups(weight.transpose(0, 1), target))
-                detail = f"{broken:,} groups have too many non-zeros" if broken else f"every group keeps its {target}"
-                yield Finding(f"pattern {row['name']}", not broken, detail)
+        for name in (n for n in fitting if n in own):
+            weight = state[name].cpu()[slice(*own[name])]
+            # A file does not say which dimension is the input's; transposed convolutions and GPT-2 have it first.
+            broken = min(broken_groups(weight, target), broken_groups(weight.transpose(0, 1), target))
+            detail = f"{broken:,} groups have too many non-zeros" if broken else f"every group keeps its {target}"
+            yield Finding(f"pattern {row['name']}", not broken, detail)
 
 
 def _recorded_pattern(saved: Checkpoint) -> NByM | None:
