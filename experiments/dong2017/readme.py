@@ -210,7 +210,7 @@ def _resnet(results: dict[str, Any]) -> list[str]:
     for name in names:
         r = results[name.replace("/", "-")]
         seconds = [_n(r.get("calibration_seconds"), ".0f"), _n(r.get("prune_seconds"), ".0f")]
-        drop = "–" if dense is None or r is dense else _drop(dense["right"], r["right"])
+        drop = "–" if dense is None or r is dense else _drop(dense["right"][:: dense["images"] // r["images"]], r["right"])
         rows.append(
             [name.removeprefix("resnet50/"), _n(r["kept_percent"], ".1f"), _n(r["top1"]), drop, _n(r["top5"]), str(r["images"]), *seconds,
              _n(r["peak_gigabytes"], ".1f"), str(r["threads"])]
