@@ -80,7 +80,7 @@ def test_traced_and_rerun_streams_agree():
         pruned = copy.deepcopy(model)
         found = {}
         for layer, moments in streams.walk(model, pruned, images(), pairs(model, pruned)):
-            found[layer.name] = moments.difference
+            found[layer.name] = moments.missed(torch.eye(layer.columns).expand(layer.groups, -1, -1))
             spoil(layer)
         seen.append(found)
     for name in seen[0]:
@@ -114,7 +114,7 @@ def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
     x_hat = x @ torch.randn(5, 5, dtype=torch.float64) + 0.3 * torch.randn(300, 5, dtype=torch.float64)
     moments = streams.PairedMoments(layer)
     moments.add(layer, x, x_hat)
-    problem = asymmetric_problem(layer_problem(layer, layer.matrix(), moments.pruned), moments.difference)
+    problem = asymmetric_problem(layer_problem(layer, layer.matrix(), moments.pruned), moments.missed(layer.matrix()))
     ones = torch.ones(300, 1, dtype=torch.float64)
     wanted = layer.module(x).detach()
     expected = torch.linalg.lstsq(torch.cat([x_hat, ones], 1), wanted).solution.mT

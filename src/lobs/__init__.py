@@ -20,6 +20,8 @@ __version__ = "0.1.0"
 _HOMES = {
     # prune a network
     "prune": "lobs.pipeline",
+    "forecast": "lobs.pipeline",
+    "Forecast": "lobs.forecasting",
     "Pruning": "lobs.result",
     "LayerResult": "lobs.result",
     # say what you want
@@ -40,6 +42,7 @@ _HOMES = {
     "Scored": "lobs.solvers",
     "Refine": "lobs.solvers",
     "ADMM": "lobs.solvers",
+    "Columns": "lobs.solvers",
     "Auto": "lobs.solvers",
     # what reaches each layer
     "collect": "lobs.calibrate",
@@ -121,8 +124,10 @@ __all__ = [
     "Budget",
     "Calibration",
     "Certificate",
+    "Columns",
     "ErrorBudget",
     "Exact",
+    "Forecast",
     "Hold",
     "LayerResult",
     "LobsError",
@@ -149,6 +154,7 @@ __all__ = [
     "distillation",
     "export_onnx",
     "export_program",
+    "forecast",
     "from_torch_prune",
     "hold",
     "iterate",
@@ -177,15 +183,16 @@ if TYPE_CHECKING:
     from lobs.checkpoint import load, save, save_compact
     from lobs.errors import LobsError, NumericalWarning
     from lobs.export import export_onnx, export_program, from_torch_prune, to_semi_structured, to_torch_prune
+    from lobs.forecasting import Forecast
     from lobs.holding import Hold, apply_masks, hold
     from lobs.ledger import Certificate
-    from lobs.pipeline import prune
+    from lobs.pipeline import forecast, prune
     from lobs.problem import Problem, Solution, Solver
     from lobs.result import LayerResult, Pruning
     from lobs.retraining import Retraining, Shuffled, distillation, retrain, sgd
     from lobs.runtime import Acceleration, accelerate
     from lobs.shrinking import Shrinkage, shrink
-    from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Exact, Refine, Scored, solve
+    from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Columns, Exact, Refine, Scored, solve
     from lobs.stages import Stage, iterate
     from lobs.surgery import Surgery, operate
     from lobs.targets import Block, Budget, ErrorBudget, NByM, Sparsity, Structured

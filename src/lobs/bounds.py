@@ -50,7 +50,7 @@ def layer_errors(largest: Mapping[str, float], calibration: Calibration) -> dict
 
     E is a mean over a layer's input vectors; a convolution has many of them in each sample.
     """
-    return {name: math.sqrt(e * calibration[name].count / calibration.samples) for name, e in largest.items()}
+    return {name: math.sqrt(e * calibration.count(name) / calibration.samples) for name, e in largest.items()}
 
 
 def certificate(

@@ -45,6 +45,10 @@ class Calibration(Mapping[str, Moments]):
                     skipped += sizes[turn]
         return found
 
+    def count(self, name: str) -> int:
+        """How many vectors have reached a layer."""
+        return self.moments[name].count
+
     def __getitem__(self, name: str) -> Moments:
         return self.moments[name]
 
@@ -62,6 +66,8 @@ def collect(
     *,
     progress: bool = False,
     journal: Journal | None = None,
+    key: str = "calibration",
+    hollow: bool = False,
 ) -> Calibration:
     """Stream the second moment of every prunable layer's input in one pass over `batches`.
 
@@ -71,13 +77,15 @@ def collect(
         layers: names, globs or `Layer`s; all prunable layers by default.
         progress: draw a bar.
         journal: where to keep what the pass has reached, and to take it up again.
+        key: what the journal calls it.
+        hollow: only count inputs and sum them; their moments stay empty.
 
     A layer that no batch reaches, an empty iterable, and NaN or infinite activations are errors that say so. Inputs are
     moved to the device of the model's first parameter.
     """
     batches = guarded(batches, again=False)
     chosen, journal = _as_layers(model, layers), journal or Journal()
-    seen, complete = _taken_up(journal, chosen)
+    seen, complete = _taken_up(journal, key, chosen)
     if complete:
         return seen
     moments, shapes, begun = dict(seen.moments), set(seen.shapes), seen.batches
@@ -86,7 +94,7 @@ def collect(
         crew().agree(),
         shown(progress),
         track("calibrate", length(batches)) as advance,
-        _watching(chosen, moments),
+        _watching(chosen, moments, hollow),
         evaluating(model),
     ):
         for index, batch in enumerate(batches):
@@ -107,8 +115,8 @@ def collect(
             advance(1)
             if journal.due:
                 seen = Calibration(moments, samples, example, frozenset(shapes), index + 1, (outputs,))
-                journal.write(_KEY, *_packed(seen, complete=False))
-    seen = _joined(Calibration(moments, samples, example, frozenset(shapes), len(outputs), (outputs,)), chosen)
+                journal.write(key, *_packed(seen, complete=False))
+    seen = _joined(Calibration(moments, samples, example, frozenset(shapes), len(outputs), (outputs,)), chosen, hollow)
     if seen.samples == 0:
         raise CalibrationError("no calibration batches: the iterable was empty. A generator can be used only once.")
     missing = [layer.name for layer in chosen if layer.name not in seen]
@@ -116,11 +124,11 @@ def collect(
         raise CalibrationError(
             f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} such). Skip it: skip={missing}."
         )
-    journal.write(_KEY, *_packed(seen, complete=True))
+    journal.write(key, *_packed(seen, complete=True))
     return seen
 
 
-def _joined(seen: Calibration, layers: Sequence[Layer]) -> Calibration:
+def _joined(seen: Calibration, layers: Sequence[Layer], hollow: bool) -> Calibration:
     """What all processes of the crew have seen together; a layer that some of them never reached counts where it was."""
     together = crew()
     if together.size == 1:
@@ -129,8 +137,7 @@ def _joined(seen: Calibration, layers: Sequence[Layer]) -> Calibration:
     moments, by_name = {}, {layer.name: layer for layer in layers}
     for name in dict.fromkeys(name for names, *_ in told for name in names):
         layer = by_name[name]
-        bias, device = layer.bias is not None, layer.weight.device
-        moments[name] = seen[name] if name in seen else Moments(layer.groups, layer.columns, bias=bias, device=device)
+        moments[name] = seen[name] if name in seen else empty_moments(layer, layer.weight.device, hollow)
         moments[name].join()
     has_example = together.hear(seen.example is not None)
     example = None
@@ -142,9 +149,6 @@ def _joined(seen: Calibration, layers: Sequence[Layer]) -> Calibration:
     return Calibration(moments, sum(s for _, s, *_ in told), example, shapes, sum(n for *_, n in told), outputs)
 
 
-_KEY = "calibration"
-
-
 def _packed(seen: Calibration, *, complete: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {f"{part}:{name}": t for name, m in seen.items() for part, t in m.packed().items()}
     if seen.example is not None:
@@ -154,20 +158,25 @@ def _packed(seen: Calibration, *, complete: bool) -> tuple[dict[str, Tensor], di
     return tensors, {**record, "outputs": [list(sizes) for sizes in seen.outputs]}
 
 
-def _taken_up(journal: Journal, layers: Sequence[Layer]) -> tuple[Calibration, bool]:
+def _taken_up(journal: Journal, key: str, layers: Sequence[Layer]) -> tuple[Calibration, bool]:
     """What an earlier pass has reached, and whether that was the end."""
-    saved = journal.read(_KEY)
+    saved = journal.read(key)
     if saved is None:
         return Calibration({}, 0), False
     moments, by_name = {}, {layer.name: layer for layer in layers}
     for name in saved.record["layers"]:
-        parts = {part: saved.state_dict[f"{part}:{name}"] for part in ("outer", "sum", "count")}
+        parts = {part: saved.state_dict[f"{part}:{name}"] for part in ("whole", "sum", "count")}
         layer = by_name[name]
         moments[name] = Moments.unpacked(parts, bias=layer.bias is not None, device=layer.weight.device)
     shapes = frozenset(tuple(shape) for shape in saved.record["shapes"])
     record, example = saved.record, saved.state_dict.get("example")
     seen = Calibration(moments, record["samples"], example, shapes, record["batches"], tuple(record["outputs"]))
     return seen, record["complete"]
+
+
+def empty_moments(layer: Layer, device: torch.device, hollow: bool = False) -> Moments:
+    """Where a layer's inputs are to be summed."""
+    return Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=device, hollow=hollow)
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -242,11 +251,11 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watching(layers: Sequence[Layer], moments: dict[str, Moments]) -> Iterator[None]:
+def _watching(layers: Sequence[Layer], moments: dict[str, Moments], hollow: bool) -> Iterator[None]:
     def watch(layer: Layer) -> Handle:
         def count(x: Tensor) -> None:
             if layer.name not in moments:
-                moments[layer.name] = Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=x.device)
+                moments[layer.name] = empty_moments(layer, x.device, hollow)
             for piece in layer.patches(x.detach()):
                 moments[layer.name].add(piece)
 

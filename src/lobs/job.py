@@ -13,13 +13,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lobs import bounds, linalg, scores, streams
+from lobs import bounds, linalg, memory, scores, streams
 from lobs.allocate import Curve, RowLosses, allocate, row_losses
 from lobs.batchnorm import BatchNormEffect, reestimate, statistics_of, take_up
 from lobs.calibrate import Calibration, collect
 from lobs.curvature import fisher_diagonal
 from lobs.distributed import ALONE, crew, working
 from lobs.errors import LobsError
+from lobs.gather import Gathered, gathered
 from lobs.influence import output_influence
 from lobs.journal import Journal
 from lobs.layers import Layer, find_layers
@@ -27,13 +28,14 @@ from lobs.ledger import Certificate
 from lobs.masks import joined
 from lobs.observe import phase, tell
 from lobs.outlook import Outlook, look_out
-from lobs.problem import Problem, Solution, Solver
+from lobs.problem import Problem, Solution, Solver, check_finite
 from lobs.progress import track
 from lobs.result import Histogram, LayerResult
 from lobs.settled import Settled
 from lobs.solvers import solve
 from lobs.statistics import Moments, PairedMoments
 from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
+from lobs.wide import aimed, in_own_units, wide_problem
 
 Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
 Packed: TypeAlias = tuple[dict[str, Tensor], Any]
@@ -50,35 +52,37 @@ def layer_problem(
     damping: float | None = None,
     row_weight: Tensor | None = None,
     curvature: Tensor | None = None,
+    mine: bool = False,
 ) -> Problem:
-    """The matrix problem of one layer: reproduce `dense` on the inputs that `moments` saw."""
-    return Problem(
-        dense,
-        moments.moment.to(dense.device),
-        bias_column=layer.bias is not None and not prune_bias,
-        mean=moments.mean.to(dense.device),
-        samples=moments.count,
-        damping=damping,
-        row_weight=row_weight,
-        curvature=curvature,
-        positions=1 if prune_bias else math.prod(layer.weight.shape[2:]),
-        name=f"layer '{layer.name}'",
-    )
+    """The matrix problem of one layer: reproduce `dense` on the inputs that `moments` saw; they may be used up if `mine`."""
+    settings: dict[str, Any] = {
+        "bias_column": layer.bias is not None and not prune_bias,
+        "mean": moments.mean.to(dense.device),
+        "row_weight": row_weight,
+        "curvature": curvature,
+        "positions": 1 if prune_bias else math.prod(layer.weight.shape[2:]),
+        "name": f"layer '{layer.name}'",
+    }
+    if moments.lean and damping is None:
+        return wide_problem(dense, moments, mine=mine, **settings)
+    return Problem(dense, moments.moment.to(dense.device), samples=moments.count, damping=damping, **settings)
 
 
-def asymmetric_problem(problem: Problem, difference: Tensor) -> Problem:
+def asymmetric_problem(problem: Problem, missed: Tensor) -> Problem:
     """The same layer with a wider aim: give on these inputs what the dense layer gives on the dense network's.
 
     min ‖V X̂ − W X‖² + λ‖V − W‖² has its free optimum at W + W D (Ĥ + λI)⁻¹, D = E[(x − x̂) x̂ᵀ]; what is left to do is the old
-    problem with that in place of W.
+    problem with that in place of W. `missed` is W D.
     """
+    if problem.units is not None:
+        return aimed(problem, missed.to(problem.weight.device))
     parts = []
-    for (weight, moment), d in zip(problem.groups, difference.to(problem.weight.device), strict=True):
+    for (weight, moment), away in zip(problem.groups, missed.to(problem.weight.device), strict=True):
         lam = _TETHER * float(moment.diagonal().mean())
         if lam == 0:  # nothing reaches the layer, so nothing can be mended there
             parts.append(weight)
             continue
-        shift = linalg.ridge_solve(moment, weight.to(torch.float64) @ d, lam)
+        shift = linalg.ridge_solve(moment, away, lam)
         parts.append((weight.to(torch.float64) + shift).to(weight.dtype))
     return replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
 
@@ -98,13 +102,20 @@ class Job:
         diagnostics: bool,
         batch_norm: bool = True,
         journal: Journal | None = None,
+        gather: bool = False,
+        room: float | None = None,
     ) -> None:
         self.model, self.batches, self.layers, self.solver, self.inputs = model, batches, layers, solver, inputs
         self.prune_bias, self.damping, self.diagnostics, self.batch_norm = prune_bias, damping, diagnostics, batch_norm
         self.journal = journal or Journal()
         self.runs = self.looks = 0
-        self.dense = {layer.name: layer.matrix() for layer in layers}
-        self.calibration: Calibration = collect(model, batches, layers, journal=self.journal)
+        self._mine = {layer.name: layer for layer in layers}
+        for layer in layers:
+            check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
+        if gather:  # moments when they are wanted, in passes of `room` bytes
+            self.calibration: Calibration = gathered(model, batches, layers, self.journal, room)
+        else:
+            self.calibration = collect(model, batches, layers, journal=self.journal)
         self.curvature: dict[str, Tensor] = {}
         if "curvature" in solver.needs:
             self.curvature = self._once("curvature", lambda: fisher_diagonal(model, batches, layers))
@@ -115,18 +126,24 @@ class Job:
     @cached_property
     def prunable(self) -> dict[str, int]:
         """How many weights of each layer may go."""
-        return {layer.name: self.problem(layer, self.calibration[layer.name]).prunable for layer in self.layers}
+        biases = {layer.name: layer.groups * layer.rows for layer in self.layers if layer.bias is not None and self.prune_bias}
+        return {layer.name: layer.weight.numel() + biases.get(layer.name, 0) for layer in self.layers}
 
-    def problem(self, layer: Layer, moments: Moments) -> Problem:
-        """One layer's problem on some inputs."""
+    def dense(self, name: str) -> Tensor:
+        """A layer's weights as they were given."""
+        return self._mine[name].matrix()
+
+    def problem(self, layer: Layer, moments: Moments, *, mine: bool = False) -> Problem:
+        """One layer's problem on some inputs, whose moments may be used up if they are `mine`."""
         return layer_problem(
             layer,
-            self.dense[layer.name],
+            self.dense(layer.name),
             moments,
             prune_bias=self.prune_bias,
             damping=self.damping,
             row_weight=self.influence.get(layer.name),
             curvature=self.curvature.get(layer.name),
+            mine=mine,
         )
 
     def plan(self, target: Target) -> dict[str, Target | None]:
@@ -175,6 +192,7 @@ class Job:
 
     def _measure(self) -> None:
         self.influence = self._influence(self.model, self.layers)
+        self._gather()
         missing = [layer for layer in self.layers if not self.journal.has(f"curve of {layer.name}")]
         ahead = self._apart(missing, lambda layer: (row_losses(self._dense_problem(layer)).packed(), None), "error curves")
         with track("error curves", len(self.layers)) as advance:
@@ -229,7 +247,7 @@ class Job:
 
     def _flops_each(self) -> dict[str, float]:
         seen, samples = self.calibration, self.calibration.samples
-        return {layer.name: 2 * seen[layer.name].count / samples * layer.uses_per_patch for layer in self.layers}
+        return {layer.name: 2 * seen.count(layer.name) / samples * layer.uses_per_patch for layer in self.layers}
 
     def run(self, plan: Mapping[str, Target | None]) -> Outcome:
         """Prune a copy of the network, every layer by its own target, and re-estimate batch norms where that is wanted."""
@@ -244,6 +262,7 @@ class Job:
         outcome = Outcome(self, pruned, self.runs)
         twins = {layer.name: layer for layer in find_layers(pruned, [layer.name for layer in self.layers])}
         if self.inputs == "dense":
+            self._gather()
             missing = [twins[name] for name in self.calibration if not outcome.known(twins[name])]
 
             def work(layer: Layer) -> Packed:
@@ -255,8 +274,7 @@ class Job:
                     outcome.settle(twins[name], lambda: next(ahead))
                     advance(1)
             return outcome
-        mine = {layer.name: layer for layer in self.layers}
-        pairs = [(mine[name], twins[name]) for name in self.calibration]
+        pairs = [(self._mine[name], twins[name]) for name in self.calibration]
         # A layer that the target leaves alone stays as it is, to the bit.
         pairs = [pair for pair in pairs if plan[pair[0].name] is not None]
         known = [before.name for before, _ in pairs if outcome.known(before)]
@@ -268,14 +286,21 @@ class Job:
                 outcome.settle(twins[name], lambda: outcome.solved(twins[name], problem, None).packed())  # noqa: B023
         return outcome
 
+    def _gather(self) -> None:
+        """All processes together, before each works on layers of its own."""
+        if isinstance(self.calibration, Gathered):
+            self.calibration.prepare()
+
     def _dense_problem(self, layer: Layer) -> Problem:
-        return self.problem(layer, self.calibration[layer.name])
+        # With a limit of memory every look at a layer's moments reads them anew.
+        return self.problem(layer, self.calibration[layer.name], mine=memory.limit() is not None)
 
     def _sequential(self, outcome: Outcome, layer: Layer, moments: PairedMoments | None, target: Target | None) -> Packed:
         assert moments is not None  # only layers that the journal knows come without
-        problem = self.problem(layer, moments.pruned)
-        if self.inputs == "asymmetric":
-            problem = asymmetric_problem(problem, moments.difference)
+        missed = moments.missed(self.dense(layer.name)) if self.inputs == "asymmetric" else None
+        problem = self.problem(layer, moments.pruned, mine=True)
+        if missed is not None:
+            problem = asymmetric_problem(problem, missed)
         # All processes have solved the same problem; the leader's answer makes sure that they go on with the same bits.
         return crew().give(*outcome.solved(layer, problem, target).packed())
 
@@ -320,6 +345,9 @@ class Outcome:
         with phase("solve", layer=layer.name):
             # The user's mapping may leave a layer alone.
             solution = solve(problem, "magnitude", 0.0) if target is None else solve(problem, self.job.solver, target)
+            largest = problem.largest_error_of(solution.weight)
+            if problem.units is not None:
+                solution = in_own_units(problem, solution, self.job.dense(layer.name))
         result = LayerResult(
             name=layer.name,
             shape=tuple(layer.weight.shape),
@@ -333,7 +361,7 @@ class Outcome:
             parameters=layer.parameters(),
             sensitivity=_histogram(problem) if self.job.diagnostics else None,
         )
-        return Settled(solution, result, problem.largest_error_of(solution.weight))
+        return Settled(solution, result, max(largest, solution.error))
 
     def renew_norms(self) -> None:
         """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""
@@ -366,7 +394,7 @@ class Outcome:
                 bounds.layer_errors(self.largest_errors, job.calibration),
                 batches=job.batches,
                 held_out=held_out,
-                dense_gains=job.dense if job.inputs == "pruned" else None,
+                dense_gains={name: job.dense(name) for name in job.calibration} if job.inputs == "pruned" else None,
             )
         twins = {layer.name: layer for layer in find_layers(self.model, [layer.name for layer in job.layers])}
         pairs = [(layer, twins[layer.name]) for layer in job.layers]

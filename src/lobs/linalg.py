@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,14 +28,20 @@ class Metric:
     """One moment made ready for solving: its equilibrated form, that form's inverse, and how it was helped."""
 
     gram: Tensor
-    inverse: Tensor
     scale: Tensor
     damping: float
+    least: float | None = None  # what independence is known to be at least, where the inverse was not worth its memory
+    known_inverse: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def inverse(self) -> Tensor:
+        """The inverse of `gram`, computed anew where it is not kept."""
+        return ridge_inverse(self.gram, 0.0) if self.known_inverse is None else self.known_inverse
 
     @property
     def independence(self) -> float:
         """Smallest share of any column's energy that the others cannot explain, between 0 and 1."""
-        return 1.0 / float(self.inverse.diagonal().max())
+        return 1.0 / float(self.inverse.diagonal().max()) if self.least is None else self.least
 
     @property
     def sound(self) -> bool:
@@ -43,14 +49,14 @@ class Metric:
         return self.independence >= _LEAST_INDEPENDENT
 
     def scaled(self, weight: Tensor) -> Tensor:
-        """Return weights in equilibrated units, float64."""
-        return weight.to(torch.float64) * self.scale
+        """Return weights in equilibrated units and the precision of `gram`."""
+        return weight.to(self.gram.dtype) * self.scale
 
     def unscaled(self, scaled: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
         """Return to the layer's own units; kept weights on dead inputs, which have no scale, stay as they were."""
         dead = self.scale == 0
         same = dead | mask.all(dim=-1, keepdim=True)  # rows that lost nothing come back to the bit
-        out = torch.where(same, weight.to(torch.float64), scaled / torch.where(dead, 1.0, self.scale))
+        out = torch.where(same, weight.to(self.gram.dtype), scaled / torch.where(dead, 1.0, self.scale))
         return torch.where(mask, out, 0.0)
 
 
@@ -157,10 +163,48 @@ def conjugate_gradients(
     return v
 
 
-def ridge_inverse(gram: Tensor, penalty: float) -> Tensor:
-    """(G + ρI)⁻¹ in G's precision, with a leading group dimension or without."""
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram + penalty * eye))
+def equilibrate(moment: Tensor, ridge: float) -> Tensor:
+    """Bring a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq; a dead column's is 0.
+
+    For matrices of which one more copy would not fit.
+    """
+    scale = moment.diagonal().clamp_min(0.0).sqrt()
+    divisor = torch.where(scale == 0, 1.0, scale)
+    moment.div_(divisor).div_(divisor.unsqueeze(1))
+    moment.diagonal().fill_(1 + ridge)
+    return scale
+
+
+def ridge_inverse(gram: Tensor, penalty: float, *, overwrite: bool = False) -> Tensor:
+    """(G + ρI)⁻¹ in G's precision, with a leading group dimension or without; in G's own memory if that may be overwritten."""
+    out = gram if overwrite else gram.clone()
+    out.diagonal(dim1=-2, dim2=-1).add_(penalty)
+    if gram.dim() == 3 and len(gram) > 1:
+        return torch.cholesky_inverse(torch.linalg.cholesky(out))
+    matrix = _factor_in_place(out.view(out.shape[-2:]))
+    torch.cholesky_inverse(matrix, out=matrix)
+    return out
+
+
+def ridge_solve_in_place(gram: Tensor, right: Tensor) -> Tensor:
+    """R G⁻¹ for a positive definite G, which is lost, row by row."""
+    factor = _factor_in_place(gram)
+    return torch.cat([torch.cholesky_solve(rows.mT, factor).mT for rows in torch.split(right, 1024)])
+
+
+def upper_factor_of_inverse(gram: Tensor, penalty: float) -> Tensor:
+    """The upper Cholesky factor U of (G + ρI)⁻¹ = UᵀU, in G's own memory."""
+    inverse = ridge_inverse(gram, penalty, overwrite=True)
+    return _factor_in_place(inverse).mT
+
+
+def _factor_in_place(matrix: Tensor) -> Tensor:
+    """The lower Cholesky factor, in the matrix's own memory: LAPACK wants columns, of which a symmetric matrix has enough."""
+    columns, info = matrix.mT, torch.empty((), dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(columns, out=(columns, info))
+    if int(info) != 0:
+        raise ProblemError(f"a matrix of {len(matrix)} columns is not positive definite from column {int(info)} on.")
+    return columns
 
 
 def ridge_solve(moment: Tensor, right: Tensor, penalty: float) -> Tensor:
@@ -264,7 +308,7 @@ def _try(psi: Tensor, damping: float) -> list[Metric | None]:
     inverse = torch.cholesky_inverse(factor)
     good = (info == 0) & torch.isfinite(inverse).all(dim=-1).all(dim=-1)
     each = zip(gram, inverse, scale, good.tolist(), strict=True)
-    return [Metric(g, a, s, damping) if ok else None for g, a, s, ok in each]
+    return [Metric(g, s, damping, known_inverse=a) if ok else None for g, a, s, ok in each]
 
 
 def _helped(psi: Tensor, damping: float, name: str, samples: int | None, where: str) -> str:

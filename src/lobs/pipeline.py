@@ -16,10 +16,13 @@ from torch import nn
 from lobs.batches import guarded
 from lobs.distributed import present, working
 from lobs.errors import LobsError
+from lobs.forecasting import Forecast
+from lobs.forecasting import forecast as _forecast
 from lobs.job import Inputs, Job
 from lobs.journal import fingerprint, open_journal
 from lobs.layers import find_layers
-from lobs.observe import observed, peak_bytes
+from lobs.memory import limited, parse
+from lobs.observe import observed, peak_bytes, tell
 from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
@@ -49,6 +52,7 @@ def prune(
     resume: str | os.PathLike[str] | None = None,
     distributed: bool = False,
     log_json: str | os.PathLike[str] | None = None,
+    memory: str | float | None = None,
 ) -> Pruning:
     """Remove weights from a trained network and move the rest to compensate.
 
@@ -80,6 +84,9 @@ def prune(
         distributed: share the work with the other processes of torch.distributed's process group, all of which call this with
             the same network and settings and each with its own batches, or none. All get the same result; the first one writes.
         log_json: a file to which a JSON line is added whenever a piece of work begins or ends, with its time and the memory.
+        memory: how much resident memory this process may take in all, such as "8GB": layers are calibrated in groups that fit,
+            what does not fit goes to temporary files, wide layers are kept in single precision. `lobs.forecast` says beforehand
+            what that means.
 
     Returns:
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
@@ -88,12 +95,7 @@ def prune(
     if not isinstance(model, nn.Module):
         raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
     wanted = as_target(target)
-    if inputs is None:
-        inputs = "dense" if isinstance(wanted, ErrorBudget) else "asymmetric"
-    if inputs == "asymmetric" and isinstance(wanted, ErrorBudget):
-        raise LobsError("ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' with it.")
-    if inputs not in get_args(Inputs):
-        raise LobsError(f"inputs is '{inputs}': use {', '.join(map(repr, get_args(Inputs)))}.")
+    inputs = _chosen_inputs(inputs, wanted)
     if isinstance(wanted, Budget) and wanted.max_drop is not None and evaluate is None:
         raise LobsError(
             "Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better."
@@ -114,11 +116,21 @@ def prune(
     }  # fmt: skip
     together = present(distributed)
     log = log_json if together.leads else None
-    with shown(progress and together.leads), working(together), observed(log) as observer, ExitStack() as stack:
+    limit = None if memory is None else parse(memory)
+    if limit is not None:
+        settings["memory"] = limit
+    with limited(limit), shown(progress and together.leads), working(together), observed(log) as observer, ExitStack() as stack:
         settings["processes"] = together.size
         identity = fingerprint(model, data, settings) if resume is not None or together.size > 1 else {}
         journal = stack.enter_context(open_journal(resume, identity))
-        job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal)
+        room = None
+        if limit is not None:
+            ahead = _forecast(model, data, found, inputs=inputs, shared=_shared(wanted), rounds=passes)
+            tell("forecast", **ahead.as_dict())
+            room = ahead.room
+        # Where no budget is shared out by the dense network's error curves, its moments may never be wanted.
+        gather = limit is not None or not (inputs == "dense" or _shared(wanted))
+        job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal, gather, room)
         calibration = job.calibration
         calibrated = time.perf_counter() - began
         trials: list[Trial] = []
@@ -127,7 +139,7 @@ def prune(
             outcome, trials = search(job, wanted, wanted.max_drop, evaluate)
         else:
             outcome = job.run(job.plan(wanted))
-            if isinstance(wanted, Budget) or (isinstance(wanted, Sparsity) and wanted.scope == "network"):
+            if _shared(wanted):
                 for _ in range(passes - 1):
                     job.look_again(outcome.model)
                     outcome = job.run(job.plan(wanted))
@@ -159,6 +171,42 @@ def prune(
         phases=observer.seconds,
         peak_bytes=peak_bytes(),
     )
+
+
+def forecast(
+    model: nn.Module,
+    batches: Iterable[Any],
+    target: Target | float,
+    *,
+    inputs: Inputs | None = None,
+    layers: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] = (),
+    passes: int = 2,
+    memory: str | float | None = None,
+) -> Forecast:
+    """What `prune` with these arguments would take: passes over the data, bytes, about how many seconds.
+
+    Runs the network on one batch. With a limit of `memory` that cannot be kept it raises as `prune` would, and says what can.
+    """
+    wanted, data, found = as_target(target), guarded(batches), find_layers(model, layers, skip)
+    with limited(None if memory is None else parse(memory)):
+        chosen = _chosen_inputs(inputs, wanted)
+        return _forecast(model, data, found, inputs=chosen, shared=_shared(wanted), rounds=passes)
+
+
+def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
+    if inputs is None:
+        return "dense" if isinstance(wanted, ErrorBudget) else "asymmetric"
+    if inputs not in get_args(Inputs):
+        raise LobsError(f"inputs is '{inputs}': use {', '.join(map(repr, get_args(Inputs)))}.")
+    if inputs == "asymmetric" and isinstance(wanted, ErrorBudget):
+        raise LobsError("ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' with it.")
+    return inputs
+
+
+def _shared(wanted: Target) -> bool:
+    """Is one budget shared out among the layers?"""
+    return isinstance(wanted, Budget) or (isinstance(wanted, Sparsity) and wanted.scope == "network")
 
 
 def _write_back(pruned: nn.Module, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ Rows are output units; they share Ψ. A grouped layer carries one Ψ per group a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -18,6 +18,8 @@ from torch import Tensor
 from lobs.errors import ProblemError, SolverError, TargetError
 from lobs.linalg import Metric, metrics
 from lobs.targets import Budget, ErrorBudget, Sparsity, Target
+
+_STRIP = 1024  # rows looked at together where a copy of the whole would be too large
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,8 @@ class Problem:
             which weights go, while errors are still counted plainly.
         positions: how many columns in a row belong to one input channel: the size of a convolution's kernel.
         name: what messages call the layer.
+        ridge: what every entry of Ψ's diagonal holds beside Ψ; it is taken off errors again. For moments too large to copy.
+        units: what the layer's own weights were multiplied by, column by column; `lobs.wide` takes it off solutions again.
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0]])
     >>> Problem(w, torch.eye(3)).error_of(torch.tensor([[0.0, 2.0, 3.0]]))
@@ -52,6 +56,8 @@ class Problem:
     positions: int = 1
     name: str = "layer"
     curvature: Tensor | None = None
+    ridge: float = 0.0
+    units: Tensor | None = None
 
     def __post_init__(self) -> None:
         for part in ("weight", "moment", "mean", "row_weight", "curvature"):
@@ -76,19 +82,16 @@ class Problem:
         if not w.is_floating_point() or not psi.is_floating_point():
             raise ProblemError(f"{self.name}: weight and moment must be floating point, not {w.dtype}, {psi.dtype}.")
         for what, tensor in (("weight", w), ("moment", psi)):
-            bad = int((~torch.isfinite(tensor)).sum())
-            if bad:
-                raise ProblemError(f"{self.name}: {what} has {bad} NaN or infinite entries. Check the network first.")
+            check_finite(self.name, what, tensor)
         self._check_extras()
         free = w.shape[-1] - self.protected
         if self.positions < 1 or free % self.positions:
             raise ProblemError(f"{self.name}: {free} columns are not whole channels of {self.positions} positions each.")
         self._check_moment()
-        size = psi.to(torch.float64).diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
-        if not bool(torch.isfinite((w.to(torch.float64).abs() @ size).square().sum())):  # no less than the output's energy
+        if not math.isfinite(self._most_energy()):
             raise ProblemError(
-                f"{self.name}: its output energy is beyond float64: weights reach {float(w.abs().max()):.1e}, Ψ "
-                f"{float(psi.abs().max()):.1e}. Scale the inputs down."
+                f"{self.name}: its output energy is beyond float64: weights reach {_largest(w):.1e}, Ψ "
+                f"{_largest(psi):.1e}. Scale the inputs down."
             )
 
     def _check_extras(self) -> None:
@@ -117,11 +120,18 @@ class Problem:
         psi = self.moment
         if psi.numel() == 0:
             return
-        largest = float(psi.abs().amax())
         if float(psi.diagonal(dim1=-2, dim2=-1).min()) < 0:
             raise ProblemError(f"{self.name}: Ψ has a negative diagonal; it must be a mean of outer products.")
-        if float((psi - psi.mT).abs().amax()) > 1e-4 * largest:
-            raise ProblemError(f"{self.name}: Ψ is not symmetric. Pass Y Yᵀ / n.")
+        largest = _largest(psi)
+        for start in range(0, psi.shape[-1], _STRIP):
+            strip = slice(start, start + _STRIP)
+            if float((psi[..., strip, :] - psi[..., :, strip].mT).abs().amax()) > 1e-4 * largest:
+                raise ProblemError(f"{self.name}: Ψ is not symmetric. Pass Y Yᵀ / n.")
+
+    def _most_energy(self) -> float:
+        """No less than the output's energy: what it would be if all inputs pulled the same way."""
+        size = self.moment.diagonal(dim1=-2, dim2=-1).to(torch.float64).clamp_min(0.0).sqrt().unsqueeze(-1)
+        return sum(float((w.abs() @ size).square().sum()) for w in _differences(self.weight, None))
 
     @property
     def groups(self) -> list[tuple[Tensor, Tensor]]:
@@ -168,23 +178,52 @@ class Problem:
     @cached_property
     def energy(self) -> float:
         """Mean squared output of the dense layer, tr(W Ψ Wᵀ)."""
-        return self._quadratic(self.weight.to(torch.float64))
+        return self._quadratic(self.weight)
 
     def error_of(self, weight: Tensor) -> float:
         """E of any replacement weight, in float64."""
-        return self._quadratic(weight.to(torch.float64) - self.weight.to(torch.float64))
+        return self._quadratic(weight, self.weight)
 
     def largest_error_of(self, weight: Tensor) -> float:
         """E plus what rounding may have hidden, because Ψ is a sum of float32 products: for bounds, which must hold.
 
         Entries of Ψ are right to 1e-6 · √(Ψ_ii Ψ_jj), measured; so E is right to 1e-6 · Σ_rows (Σ_i |δ_i| √Ψ_ii)².
         """
-        delta = (weight.to(torch.float64) - self.weight.to(torch.float64)).abs()
-        size = self.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
-        return self.error_of(weight) + 1e-6 * float((delta @ size).square().sum())
+        size = self.moment.diagonal(dim1=-2, dim2=-1).to(torch.float64).clamp_min(0.0).sqrt().unsqueeze(-1)
+        hidden = sum(float((d.abs() @ size).square().sum()) for d in _differences(weight, self.weight))
+        return self.error_of(weight) + 1e-6 * hidden
 
-    def _quadratic(self, delta: Tensor) -> float:
-        return float(((delta @ self.moment.to(torch.float64)) * delta).sum().clamp_min(0.0))
+    def _quadratic(self, weight: Tensor, other: Tensor | None = None) -> float:
+        """tr(Δ Ψ Δᵀ), some rows at a time; a moment that is too large to copy stays in its own precision."""
+        whole = self.moment if self.ridge else self.moment.to(torch.float64)
+        total = 0.0
+        for delta in _differences(weight, other):
+            image = (delta.to(whole) @ whole).to(torch.float64)
+            total += float((image * delta).sum()) - self.ridge * float(delta.square().sum())
+        return max(0.0, total)
+
+
+def _differences(weight: Tensor, other: Tensor | None) -> Iterator[Tensor]:
+    """Weights, less others where there are some, in float64 and strips of rows."""
+    rows = torch.split(weight, _STRIP, dim=-2)
+    others = rows if other is None else torch.split(other, _STRIP, dim=-2)
+    for some, away in zip(rows, others, strict=True):
+        yield some.to(torch.float64) if other is None else some.to(torch.float64) - away.to(torch.float64)
+
+
+def check_finite(name: str, what: str, tensor: Tensor) -> None:
+    """Refuse NaN and infinities."""
+    if _largest(tensor) == math.inf:
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise ProblemError(f"{name}: {what} has {bad} NaN or infinite entries. Check the network first.")
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest size of any entry, infinite if one is not a number, without a copy of the tensor."""
+    if not tensor.numel():
+        return 0.0
+    low, high = float(tensor.amin()), float(tensor.amax())
+    return max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.inf
 
 
 @dataclass(frozen=True, eq=False)

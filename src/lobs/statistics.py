@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lobs import memory
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
@@ -20,64 +21,91 @@ from lobs.layers import Layer
 _NARROW = 32  # columns below which float64 products are as fast
 _LEAST_ENERGY = 1e-30  # sums of squares below this have lost digits in float32
 _SYMMETRIC_FROM = 256  # columns from which computing only the upper blocks pays
+_STRIP = 1024  # rows of a moment that are worked on together
 
 
 class Moments:
     """Running Σ y yᵀ, Σ y and n of one layer, per group."""
 
-    def __init__(self, groups: int, columns: int, *, bias: bool, device: torch.device | None = None) -> None:
-        self.bias = bias
-        self.count = 0
-        self._outer = torch.zeros(groups, columns, columns, dtype=torch.float64, device=device)
+    def __init__(
+        self, groups: int, columns: int, *, bias: bool, device: torch.device | None = None, hollow: bool = False
+    ) -> None:
+        self.bias, self.count, self.hollow = bias, 0, hollow
+        self.lean = groups == 1 and memory.lean(columns)
+        kind = torch.float32 if self.lean else torch.float64
+        size = 0 if hollow else columns + bias  # with room for the constant-1 column, so that no copy need be made for it
+        self._whole = torch.zeros(groups, size, size, dtype=kind, device=device)
         self._sum = torch.zeros(groups, columns, dtype=torch.float64, device=device)
+
+    @property
+    def _outer(self) -> Tensor:
+        columns = self._sum.shape[1]
+        return self._whole[:, :columns, :columns]
 
     def add(self, patches: Tensor) -> None:
         """Count in vectors of shape (groups, n, columns)."""
         precise = patches.dtype == torch.float64 or patches.shape[-1] < _NARROW
         y = patches.to(torch.float64 if precise else torch.float32)
-        if len(y) > 1 and y.shape[-1] < _SYMMETRIC_FROM:
-            self._outer += _product(y, y)  # a depthwise convolution has a thousand groups of nine columns
+        outer = self._outer
+        if self.hollow:
+            pass
+        elif len(y) > 1 and y.shape[-1] < _SYMMETRIC_FROM:
+            outer += _product(y, y)  # a depthwise convolution has a thousand groups of nine columns
         else:
             for g, vectors in enumerate(y):
-                _add_gram(self._outer[g], vectors)
+                _add_gram(outer[g], vectors)
         self._sum += y.sum(dim=1, dtype=torch.float64)
         self.count += y.shape[1]
 
     def packed(self) -> dict[str, Tensor]:
         """The sums as tensors; `unpacked` takes them up again to the bit."""
-        return {"outer": self._outer, "sum": self._sum, "count": torch.tensor(self.count)}
+        return {"whole": self._whole, "sum": self._sum, "count": torch.tensor(self.count)}
 
     @classmethod
     def unpacked(cls, parts: Mapping[str, Tensor], *, bias: bool, device: torch.device | None = None) -> Moments:
         """Sums that go on from where they were."""
         groups, columns = parts["sum"].shape
-        moments = cls(groups, columns, bias=bias, device=device)
-        moments._outer.copy_(parts["outer"])
+        moments = cls(groups, columns, bias=bias, device=device, hollow=parts["whole"].shape[-1] == 0)
+        moments._whole.copy_(parts["whole"])
         moments._sum.copy_(parts["sum"])
         moments.count = int(parts["count"])
         return moments
 
     def join(self) -> None:
         """Add up what all processes of the crew have counted."""
-        crew().add(self._outer, self._sum)
+        crew().add(self._whole, self._sum)
         self.count = round(crew().total(self.count)[0])
 
     @property
     def finite(self) -> bool:
         """False once a NaN or an infinity has come in."""
-        return bool(torch.isfinite(self._outer.diagonal(dim1=-2, dim2=-1).sum()))
+        return bool(torch.isfinite(self._sum.sum() + self._outer.diagonal(dim1=-2, dim2=-1).sum()))
 
     @property
     def moment(self) -> Tensor:
         """Ψ = (1/n) Σ y yᵀ as (groups, columns, columns), with the constant-1 column last where there is a bias."""
-        n = max(self.count, 1)
-        outer, total = self._outer / n, self._sum / n
-        outer = torch.triu(outer) + torch.triu(outer, 1).mT
-        if not self.bias:
-            return outer
-        one = torch.ones_like(total[:, :1])
-        top = torch.cat([outer, total.unsqueeze(-1)], dim=-1)
-        return torch.cat([top, torch.cat([total, one], dim=-1).unsqueeze(1)], dim=1)
+        return self._finished(self._whole.clone())
+
+    def taken(self) -> Tensor:
+        """Ψ in the memory of the sums, which are lost: for matrices of which there is no second copy."""
+        return self._finished(self.emptied())
+
+    def emptied(self) -> Tensor:
+        """Give the sums of squares away and keep the rest."""
+        whole, self._whole = self._whole, self._whole[:, :0, :0].clone()
+        return whole
+
+    def _finished(self, whole: Tensor) -> Tensor:
+        whole.div_(max(self.count, 1))
+        columns = self._sum.shape[1]
+        whole[:, :columns, columns:] = self.mean[:, :columns].unsqueeze(-1)
+        whole[:, columns:, columns:] = 1
+        for start in range(0, whole.shape[-1], _STRIP):  # only the upper triangle was summed
+            stop = start + _STRIP
+            square = whole[:, start:stop, start:stop]
+            square.copy_(torch.triu(square) + torch.triu(square, 1).mT)
+            whole[:, stop:, start:stop] = whole[:, start:stop, stop:].mT
+        return whole
 
     @property
     def mean(self) -> Tensor:
@@ -89,7 +117,7 @@ class Moments:
 def _add_gram(total: Tensor, y: Tensor) -> None:
     """Add YᵀY to the upper triangle of `total`; wide ones in block rows, which saves three products in eight."""
     d = y.shape[1]
-    block = d if d < _SYMMETRIC_FROM else -(-d // 4)
+    block = d if d < _SYMMETRIC_FROM else min(-(-d // 4), _STRIP)
     for left in range(0, d, block):
         total[left : left + block, left:] += _product(y[:, left : left + block], y[:, left:])
 
@@ -109,13 +137,15 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class PairedMoments:
     """Moments of one layer's inputs in two networks: Ĥ = E[ŷŷᵀ] of the pruned one, and D = E[(y − ŷ)ŷᵀ], how they differ.
 
-    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close.
+    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close. Where a second d×d matrix
+    would be too much, W D is summed instead, which is all that anybody wants of it.
     """
 
     def __init__(self, layer: Layer) -> None:
         self.pruned = Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=layer.weight.device)
-        self._outer = torch.zeros_like(self.pruned._outer)
-        self._sum = torch.zeros_like(self.pruned._sum)
+        lines = layer.rows if self.pruned.lean else layer.columns
+        self._outer = self.pruned._whole.new_zeros(layer.groups, lines, layer.columns)
+        self._sum = torch.zeros(layer.groups, lines, dtype=torch.float64, device=layer.weight.device)
 
     def add(self, layer: Layer, x: Tensor, x_hat: Tensor) -> None:
         """Count in one call's input in the dense and in the pruned network."""
@@ -133,6 +163,8 @@ class PairedMoments:
             precise = pruned.dtype == torch.float64 or pruned.shape[-1] < _NARROW
             kind = torch.float64 if precise else torch.float32
             away = dense.to(kind) - pruned.to(kind)
+            if self.pruned.lean:
+                away = away @ layer.unfolded(layer.weight.detach()).to(kind).mT
             product = away.mT @ pruned.to(kind)
             # Inputs of 1e±30 have products that float32 cannot hold.
             held = bool(torch.isfinite(product).all()) and bool(product.any())
@@ -144,12 +176,11 @@ class PairedMoments:
         self.pruned.join()
         crew().add(self._outer, self._sum)
 
-    @property
-    def difference(self) -> Tensor:
-        """D as (groups, columns, columns), with the constant-1 column last where there is a bias; its own row is zero."""
+    def missed(self, weight: Tensor) -> Tensor:
+        """W D as (groups, rows, columns), with the constant-1 column last where there is a bias."""
         n = max(self.pruned.count, 1)
-        outer, total = self._outer / n, self._sum / n
-        if not self.pruned.bias:
-            return outer
-        top = torch.cat([outer, total.unsqueeze(-1)], dim=-1)
-        return torch.cat([top, torch.zeros_like(top[:, :1])], dim=1)
+        outer, total = self._outer.to(torch.float64) / n, self._sum / n
+        if not self.pruned.lean:
+            w = weight.to(torch.float64)[..., : outer.shape[1]]  # the constant 1 is the same in both networks
+            outer, total = w @ outer, (w @ total.unsqueeze(-1)).squeeze(-1)
+        return torch.cat([outer, total.unsqueeze(-1)], dim=-1) if self.pruned.bias else outer

@@ -3,22 +3,22 @@
 To prune a layer on what the pruned layers before it give, one must run the network up to that layer again and again, or
 keep what was reached. Where `torch.fx` can trace the network, its steps are run one at a time for all batches, in both
 networks, and only values that a later step still needs are kept: two forward passes in all, and memory for the activations
-between two layers (past `_IN_MEMORY` bytes they go to unnamed temporary files). Where it cannot, or where a layer runs more
-than once, every layer costs a pass of both networks, stopped as soon as the layer is reached.
+between two layers (past `_IN_MEMORY` bytes, or a quarter of what a limit of memory leaves, they go to temporary files). Where
+it cannot, or where a layer runs more than once, every layer costs a pass of both networks, stopped as soon as the layer is
+reached.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from lobs import memory
 from lobs.batches import told
 from lobs.calibrate import call, evaluating
 from lobs.distributed import crew
@@ -186,6 +186,9 @@ class _Steps:
         self.sides = [fx.Interpreter(fx.GraphModule(m, graph)) for m in (dense, pruned)]
         self.device = next((p.device for p in dense.parameters()), torch.device("cpu"))
         self.last_use = {source: i for i, node in enumerate(self.nodes) for source in node.all_input_nodes}
+        left = memory.room()
+        self.allowed = _IN_MEMORY if left is None else min(_IN_MEMORY, left // 4)
+        self.held = 0
         self.values = [self._start(batch) for batch in batches]
         self.done = 0
 
@@ -199,11 +202,14 @@ class _Steps:
             # A copy for each side: a first step that works in place must not reach the other.
             values = {n: given.get(n.target, n.args[0] if n.args else None) for n in holders}
             sides.append({n: v.to(self.device, copy=True) if isinstance(v, Tensor) else v for n, v in values.items()})
+        if self.held + sum(map(_held, sides)) > self.allowed:
+            sides = [{n: _spilled(v) for n, v in values.items()} for values in sides]
+        self.held += sum(map(_held, sides))
         return sides
 
     def value(self, side: int, values: dict[fx.Node, Any], node: fx.Node) -> Any:
         """Run one step on one side of one batch."""
-        self.sides[side].env = values
+        self.sides[side].env = {n: _loaded(values[n]) for n in node.all_input_nodes}
         with told(f"running step '{node.name}' of the network"):
             return self.sides[side].run_node(node)
 
@@ -211,17 +217,18 @@ class _Steps:
         """Run all steps before number `stop` for all batches on both sides."""
         ahead = range(self.done, stop)
         steps = [(i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")]
-        held = sum(_bytes(v) for batch in self.values for values in batch for v in values.values())
         fresh = {n for _, n in steps}
         for batch in self.values:
             for side, values in enumerate(batch):
+                before = _held(values)
                 for i, node in steps:
                     values[node] = self.value(side, values, node)
                     for source in node.all_input_nodes:
                         if self.last_use[source] <= i:
                             values.pop(source, None)
-                if held > _IN_MEMORY:
+                if self.held + _held(values) - before > self.allowed:
                     values.update({n: _spilled(values[n]) for n in fresh & values.keys()})
+                self.held += _held(values) - before
         self.done = max(self.done, stop)
 
 
@@ -265,15 +272,18 @@ def _traced(
 
 
 def _spilled(value: Any) -> Any:
-    """The same tensor in an unnamed temporary file, which goes when the tensor goes; small ones stay."""
-    if not isinstance(value, Tensor) or value.device.type != "cpu" or _bytes(value) < _WORTH_A_FILE:
-        return value
-    with tempfile.TemporaryFile() as file:
-        file.truncate(_bytes(value))
-        shape = tuple(value.shape)
-        room = np.memmap(file, dtype=value.numpy().dtype, mode="r+", shape=shape)
-        room[...] = value.numpy()
-    return torch.from_numpy(room)
+    """A tensor in a file of its own; what is small, or no tensor, stays."""
+    worth = isinstance(value, Tensor) and value.device.type == "cpu" and _bytes(value) >= _WORTH_A_FILE
+    return memory.Shelved(value) if worth else value
+
+
+def _loaded(value: Any) -> Any:
+    return value.load() if isinstance(value, memory.Shelved) else value
+
+
+def _held(values: Mapping[fx.Node, Any]) -> int:
+    """Bytes of those values that are in memory."""
+    return sum(map(_bytes, values.values()))
 
 
 def _bytes(value: Any) -> int:

@@ -87,6 +87,13 @@ def prune(
         Path | None,
         typer.Option(help="Folder that keeps finished work: the same command again goes on where a killed one was."),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Most resident memory, such as 8GB: what does not fit is done in parts or goes to temporary files."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what it would take: passes over the data, bytes, about how long.")
+    ] = False,
     log_json: Annotated[
         Path | None, typer.Option("--log-json", help="Add a JSON line to this file whenever a piece of work begins or ends.")
     ] = None,
@@ -120,10 +127,17 @@ def prune(
 
     from lobs.cli.subject import open_subject
     from lobs.distributed import launched, share
+    from lobs.pipeline import forecast
     from lobs.pipeline import prune as run
 
     with launched(time_out) as crew, notes():
         subject = open_subject(network, samples, trust=trust)
+        if dry_run or (memory is not None and crew.leads and not json):
+            choices: dict[str, Any] = {"inputs": inputs, "layers": layers, "skip": skip or (), "passes": passes}
+            ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
+            print_json(ahead.as_dict()) if json else say(str(ahead))
+            if dry_run:
+                return
         before = subject.score(subject.model) if crew.leads else None
         alone = crew.size == 1
         result = run(
@@ -145,6 +159,7 @@ def prune(
             passes=passes,
             resume=resume,
             log_json=log_json,
+            memory=memory,
         )
         if not crew.leads:  # the first process writes and speaks for all
             return

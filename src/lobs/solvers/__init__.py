@@ -8,13 +8,14 @@ from lobs.errors import SolverError
 from lobs.problem import Problem, Solution, Solver, finish
 from lobs.solvers.admm import ADMM
 from lobs.solvers.auto import Auto
+from lobs.solvers.columns import Columns
 from lobs.solvers.exact import DeletionPath, Exact
 from lobs.solvers.lobs import LOBS
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
 from lobs.targets import Target, as_target
 
-__all__ = ["ADMM", "LOBS", "SOLVERS", "Auto", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]
+__all__ = ["ADMM", "LOBS", "SOLVERS", "Auto", "Columns", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]
 
 # The keys are the choices of the command line, and every entry is held to the laws in tests/laws.py.
 SOLVERS: dict[str, Solver] = {
@@ -22,6 +23,7 @@ SOLVERS: dict[str, Solver] = {
     "exact": Exact(),
     "exact+refine": Refine(Exact()),
     "admm": ADMM(),
+    "columns": Columns(),
     "lobs": LOBS(),
     "lobs+refine": Refine(LOBS()),
     "magnitude": Scored("magnitude"),

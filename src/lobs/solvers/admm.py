@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs import linalg
+from lobs import linalg, memory
 from lobs.errors import SolverError
 from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, Solution, choose_count
@@ -29,7 +29,7 @@ _SAMPLE = 100_000  # weights that a threshold is taken from: enough for a hundre
 class ADMM:
     """Alternating directions, then least squares on the support found.
 
-    Time `penalties` · (d³ + `steps` · rows·d²) multiply-adds, memory of three d×d matrices and five copies of the weight. By ε
+    Time `penalties` · (d³ + `steps` · rows·d²) multiply-adds, memory of two d×d matrices and seven copies of the weight. By ε
     it searches the count, about a dozen runs. Runs in float32 unless the weights are float64.
     """
 
@@ -48,6 +48,11 @@ class ADMM:
         count = choose_count(problem, target, lambda k: self.at(problem, k).error, step=max(1, problem.prunable // 1000))
         return self.at(problem, count)
 
+    @staticmethod
+    def bytes(weight: Tensor) -> int:
+        """What the search takes beside the problem, where a second d×d matrix does not fit: seven copies of the weight."""
+        return 7 * 4 * weight.numel()
+
     def at(self, problem: Problem, count: int) -> Solution:
         """Remove exactly `count` weights."""
         mask, _ = self.support(problem, count)
@@ -63,16 +68,18 @@ class ADMM:
         v, dual, rho = w, torch.zeros_like(w), self.penalty
         before = torch.ones_like(w, dtype=torch.bool)
         x = w
-        for _ in range(self.penalties):
-            inverse = linalg.ridge_inverse(gram, rho)
-            for _ in range(self.steps):
-                x = dual.add_(torch.sub(v, dual).mul_(rho).add_(wanted) @ inverse)
-                keep = _above(x, count, problem.protected)
-                v = x * keep
-                dual = x - v
-            if int((keep ^ before).sum()) <= 1e-4 * keep.numel():
-                break
-            before, dual, rho = keep, dual / self.growth, rho * self.growth
+        with memory.scratch(gram) as fresh:
+            for _ in range(self.penalties):
+                inverse = linalg.ridge_inverse(fresh(), rho, overwrite=True)
+                for _ in range(self.steps):
+                    x = dual.add_(torch.sub(v, dual).mul_(rho).add_(wanted) @ inverse)
+                    keep = _above(x, count, problem.protected)
+                    v = x * keep
+                    dual = x - v
+                if int((keep ^ before).sum()) <= 1e-4 * keep.numel():
+                    break
+                before, dual, rho = keep, dual / self.growth, rho * self.growth
+                del inverse
         order = removal_order(x.abs(), problem.protected)
         mask = mask_from_order(order, count, tuple(w.shape))
         return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / size.clamp_min(torch.finfo(w.dtype).tiny)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lobs import memory
 from lobs.problem import Problem, Solution
 from lobs.solvers.admm import ADMM
+from lobs.solvers.columns import Columns
 from lobs.solvers.exact import Exact
 from lobs.solvers.refine import Refine
 from lobs.solvers.search import swap
@@ -22,14 +24,17 @@ from lobs.targets import Block, NByM, Sparsity, Structured, Target
 _EXACT = 0.024
 _PRODUCT = 0.021
 _FACTOR = 0.030
+# One round of swaps may cost so many times what finding the support has: very wide layers that keep much cannot have one.
+_DEAR = 1 / 8
 
 
 @dataclass(frozen=True)
 class Auto:
     """Exact greedy where it costs no more than `patience` times alternating directions, these otherwise; then swaps.
 
-    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short. Patterns go to the
-    solvers made for them, which weigh their costs themselves.
+    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short. Where a limit of
+    memory leaves no room for either start, `Columns`. Patterns go to the solvers made for them, which weigh their costs
+    themselves.
     """
 
     patience: float = 3.0
@@ -45,28 +50,39 @@ class Auto:
         if not isinstance(target, Sparsity):
             return Refine(first, seconds=self.seconds)(problem, target)
         count = target.count(problem.prunable)
-        if isinstance(first, ADMM):
-            return self._from_support(problem, *first.support(problem, count))
+        match first:
+            case Columns():
+                return first(problem, target)
+            case ADMM():
+                return self._from_support(problem, *first.support(problem, count))
         return self._from_support(problem, first.path(problem).mask_at(count))
 
-    def start(self, problem: Problem) -> Exact | ADMM:
+    def start(self, problem: Problem) -> Exact | ADMM | Columns:
         """Which solver finds the first support."""
         greedy, directions = costs(problem)
-        return Exact() if greedy <= self.patience * directions else ADMM()
+        if greedy <= self.patience * directions:
+            return Exact()
+        return ADMM() if memory.fits(ADMM.bytes(problem.weight)) else Columns()
 
     def _from_support(self, problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
         """Swap at once: least squares on the first support would cost as much as a round of swaps."""
         kept = int(mask.sum()) / max(1, mask[..., 0].numel())
         round_cost = _FACTOR * mask[..., 0].numel() * kept**2 * (kept / 6 + 128) / 1e9
-        rounds = max(1, min(3, int(2 * costs(problem)[1] / max(round_cost, 1e-9))))
+        afforded = costs(problem)[1] / max(round_cost, 1e-9)
+        if afforded < _DEAR:
+            return on_support(problem, mask, near)
+        rounds = max(1, min(3, int(2 * afforded)))
         return on_support(problem, *swap(problem, mask, near, rounds=rounds, seconds=self.seconds))
 
 
 def costs(problem: Problem) -> tuple[float, float]:
     """Estimated seconds of (exact greedy, alternating directions) on two cores, without what both share."""
-    rows, d = problem.weight[..., 0].numel(), problem.weight.shape[-1]
+    return costs_of(len(problem.groups), problem.weight[..., 0].numel(), problem.weight.shape[-1])
+
+
+def costs_of(groups: int, rows: int, d: int) -> tuple[float, float]:
+    """The same for a shape: rows of all groups, and columns."""
     admm = ADMM()
-    groups = len(problem.groups)
     greedy = _EXACT * rows * d**3 / 3e9
     directions = admm.penalties * (_FACTOR * groups * d**3 / 2 + _PRODUCT * admm.steps * rows * d**2) / 1e9
     return greedy, directions

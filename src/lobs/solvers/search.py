@@ -14,7 +14,7 @@ import time
 import torch
 from torch import Tensor
 
-from lobs import kernels, linalg
+from lobs import kernels, linalg, memory
 from lobs.kernels.rows import blocks, by_rows, listed, restrict
 from lobs.problem import Problem
 from lobs.solvers.support import single_precision, stacked
@@ -50,7 +50,8 @@ def swap(
     for turn in range(max(1, rounds)):
         if turn == 0 or not all(group.remembers for group in groups):
             steps = _STEPS if near is None or turn else _FEW
-            values = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=steps, tolerance=1e-2).double()
+            values = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=steps, tolerance=1e-2)
+            values = values.to(problem.metrics[0].gram.dtype)
         moves = sum(group.exchange(v) for group, v in zip(groups, values, strict=True))
         if moves <= _ENOUGH * weight[..., 0].numel() or all(group.complete for group in groups):
             break
@@ -76,7 +77,9 @@ class _Rows:
         support = int(kept.sum()) // max(1, len(kept))
         whole = self.gram.element_size() * (support * (support + self.pool) + self.pool**2)
         self.remembers = whole * min(_TOGETHER, len(kept)) <= _BATCH_BYTES
-        self.batch = max(2, _BATCH_BYTES // max(1, whole if self.remembers else 8 * self.pool**2))
+        limit = memory.limit()
+        bytes_ = _BATCH_BYTES if limit is None else min(_BATCH_BYTES, limit // 16)
+        self.batch = max(2, bytes_ // max(1, whole if self.remembers else 8 * self.pool**2))
 
     @property
     def complete(self) -> bool:

@@ -31,9 +31,11 @@ def sweep_dtype(metric: linalg.Metric, weight: Tensor) -> torch.dtype:
 def stacked(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Equilibrated moments and weights of all groups, (groups, d, d) and (groups, rows, d); float64 where weights are."""
     kind = torch.float64 if problem.weight.dtype == torch.float64 else dtype
-    gram = torch.stack([m.gram for m in problem.metrics]).to(kind)
-    weight = torch.stack([m.scaled(w) for m, (w, _) in zip(problem.metrics, problem.groups, strict=True)]).to(kind)
-    return gram, weight
+    grams = [m.gram.to(kind) for m in problem.metrics]
+    weights = [m.scaled(w).to(kind) for m, (w, _) in zip(problem.metrics, problem.groups, strict=True)]
+    if len(grams) == 1:  # the one that there is, not a copy of it
+        return grams[0].unsqueeze(0), weights[0].unsqueeze(0)
+    return torch.stack(grams), torch.stack(weights)
 
 
 def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
@@ -59,7 +61,7 @@ def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> T
         return least_squares(gram, weight, kept)
     start = (weight if near is None else near).float()
     close = linalg.conjugate_gradients(gram.float(), weight.float(), kept, start, steps=60, tolerance=1e-3)
-    return linalg.conjugate_gradients(gram, weight, kept, close.double(), steps=6)
+    return linalg.conjugate_gradients(gram, weight, kept, close.to(gram), steps=6)
 
 
 def _settled(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor) -> bool:

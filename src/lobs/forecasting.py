@@ -1,0 +1,146 @@
+"""What a run will take before it is run: passes over the data, bytes, about how many seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from lobs import memory
+from lobs.calibrate import collect, length
+from lobs.distributed import crew
+from lobs.errors import LobsError
+from lobs.gather import moment_bytes, passes
+from lobs.layers import Layer
+from lobs.memory import spelled
+from lobs.solvers.auto import costs_of
+
+# Seconds per 10⁹ multiply-adds of a product on two cores, as in `solvers.auto`.
+_PRODUCT = 0.021
+_ROWS = 2**28  # bytes for the rows that are worked on together
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the run: how often it goes through the data, and how long that and what follows may take."""
+
+    name: str
+    passes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run will take; `room` is for the moments of one pass, None without a limit."""
+
+    limit: int | None
+    room: float | None
+    fixed: int
+    peak: int
+    spilled: int
+    widest: str
+    widest_bytes: int
+    groups: tuple[tuple[str, ...], ...]
+    stages: tuple[Stage, ...]
+
+    @property
+    def passes(self) -> int:
+        """How often a network goes through the data."""
+        return sum(stage.passes for stage in self.stages)
+
+    @property
+    def seconds(self) -> float:
+        """About how long all of it takes on two cores."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{stage.name}: passes over the data {stage.passes}, seconds about {stage.seconds:,.0f}" for stage in self.stages
+        ]
+        held = f"; {spelled(self.spilled)} of moments go to temporary files" if self.spilled else ""
+        promised = "" if self.limit is None else f" of {spelled(self.limit)}"
+        lines.append(
+            f"memory: about {spelled(self.peak)}{promised}: {spelled(self.fixed)} for what is there and the network's copy, "
+            f"{spelled(self.widest_bytes)} for layer '{self.widest}'{held}"
+        )
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {**asdict(self), "passes": self.passes, "seconds": self.seconds}
+
+
+def forecast(
+    model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, inputs: str, shared: bool, rounds: int
+) -> Forecast:
+    """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times."""
+    sequential, moments = inputs != "dense", shared or inputs == "dense"
+    fixed = memory.resident() + sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    fixed += sum(layer.weight.numel() for layer in layers)  # masks
+    fixed = max(crew().hear(fixed))  # processes must agree on what they do
+    needs = {layer.name: solving_bytes(layer, sequential=sequential) for layer in layers}
+    widest = max(needs, key=lambda name: needs[name])
+    limit = memory.limit()
+    room = None if limit is None else limit - fixed
+    if room is not None and needs[widest] > room:
+        raise LobsError(
+            f"memory={spelled(limit or 0)} is not enough: {spelled(fixed)} for what is there and the network's copy, "
+            f"{spelled(needs[widest])} for layer '{widest}'. Allow {spelled(fixed + needs[widest])}, or skip the layer."
+        )
+    groups = passes(layers, room) if moments else []
+    together = max((sum(moment_bytes(layer) for layer in group) for group in groups), default=0)
+    spilled = sum(map(moment_bytes, layers)) if limit is not None and moments else 0
+    stages = tuple(_stages(model, batches, layers, len(groups), sequential=sequential, shared=shared, rounds=rounds))
+    names = tuple(tuple(layer.name for layer in group) for group in groups)
+    return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
+
+
+def solving_bytes(layer: Layer, *, sequential: bool) -> int:
+    """What calibrating and solving one layer takes at most, beside the networks."""
+    d, weights = layer.columns + 1, layer.weight.numel()
+    if layer.groups == 1 and memory.lean(layer.columns):
+        return 4 * d**2 + 9 * weights + _ROWS
+    # Sums, Ψ, its equilibrated form and that form's inverse; a second sum for two streams. Then a dozen forms of the weights.
+    return 8 * (5 + sequential) * layer.groups * d**2 + 48 * weights + _ROWS
+
+
+def _stages(
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[Layer],
+    groups: int,
+    *,
+    sequential: bool,
+    shared: bool,
+    rounds: int,
+) -> Iterable[Stage]:
+    forward, products = _looked_at(model, batches, layers)
+    rounds = rounds if shared else 1
+    yield Stage("count inputs", 1, forward)
+    if groups:
+        yield Stage("moments", groups, groups * forward + products)
+    if shared:
+        yield Stage("influence", rounds, 3 * rounds * forward)
+    solving = 0.0
+    for layer in layers:
+        greedy, directions = costs_of(layer.groups, layer.groups * layer.rows, layer.columns + 1)
+        solving += 2.5 * min(greedy, 3 * directions)  # with swaps and least squares
+    walks = rounds * (2 * forward + 2 * products) if sequential else 0.0
+    yield Stage("prune", 2 * rounds if sequential else 0, walks + rounds * solving)
+    yield Stage("measure", 2, 2 * forward)
+
+
+def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> tuple[float, float]:
+    """Seconds of all batches forward, and of the products of all layers' moments."""
+    first = next(iter(batches), None)
+    if first is None:
+        raise LobsError("no calibration batches: the iterable was empty. A generator can be used only once.")
+    began = time.perf_counter()
+    seen = collect(model, [first], layers, hollow=True)
+    took = time.perf_counter() - began
+    count = length(batches) or sum(1 for _ in batches)
+    madds = sum(seen.count(layer.name) * layer.groups * (layer.columns + 1) ** 2 for layer in layers)
+    return count * took, count * madds * _PRODUCT / 1e9

@@ -1,0 +1,155 @@
+"""How much memory a run may take, and what steps aside when it is short.
+
+`limited(bytes)` sets the promise for everything inside; whoever is about to make something large asks `room()`, and large
+tensors go to files of their own (`Shelved`, `scratch`) where there is none. Resident memory is what counts, so files are read
+and written, not mapped: mapped pages would be resident too.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lobs.errors import FileError, LobsError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_limit: ContextVar[int | None] = ContextVar("lobs_memory", default=None)
+
+
+def parse(size: str | float) -> int:
+    """Bytes from a number or from words such as "8GB" or "512 MiB".
+
+    >>> parse("8GB"), parse("1.5 GiB")
+    (8000000000, 1610612736)
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", str(size).lower())
+    number = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    if not 2**20 <= number < 2**60:
+        raise LobsError(f"memory is {size!r}: give bytes, or a size such as '8GB' or '512MiB', at least a mebibyte.")
+    return int(number)
+
+
+def spelled(count: float) -> str:
+    """Bytes in words: 8000000000 → "8.0 GB"."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+@contextmanager
+def limited(limit: int | None) -> Iterator[None]:
+    """Promise that what runs in this block takes no more resident memory than this; None promises nothing."""
+    token = _limit.set(limit)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
+
+def limit() -> int | None:
+    """The promise, if there is one."""
+    return _limit.get()
+
+
+def resident() -> int:
+    """Bytes that this process has resident now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    import resource  # only where there is /proc
+
+    return pages * resource.getpagesize()
+
+
+def room() -> int | None:
+    """How many more bytes may be taken; None where nothing was promised."""
+    promised = _limit.get()
+    return None if promised is None else max(0, promised - resident())
+
+
+def fits(count: float) -> bool:
+    """May so many bytes be taken beside what there is?"""
+    left = room()
+    return left is None or count <= left
+
+
+# Columns from which one more copy of a moment is too much for anybody.
+_WIDE = 8192
+
+
+def lean(columns: int) -> bool:
+    """Must a moment this wide be kept once, in single precision?
+
+    From 8,192 columns on; where memory is limited, from where six copies in double precision would take a quarter of it.
+    Decided by the limit, not by what is free at the moment: the same run must give the same bits.
+    """
+    promised = _limit.get()
+    return columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 4)
+
+
+class Shelved:
+    """A tensor in an unnamed temporary file, which goes when this goes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        tensor = tensor.detach().cpu().contiguous()
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        with _one_line():
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as this lives
+            weakref.finalize(self, self._file.close)
+            self._file.write(_raw(tensor))
+            self._file.flush()
+
+    def load(self, into: Tensor | None = None) -> Tensor:
+        """Read it, into new memory or into a contiguous tensor of its size."""
+        out = torch.empty(self.shape, dtype=self.dtype) if into is None else into
+        with _one_line():
+            self._file.seek(0)
+            if self._file.readinto(_raw(out)) != out.numel() * out.element_size():
+                raise FileError("a temporary file has been cut short. Run again.")
+        return out
+
+
+@contextmanager
+def scratch(tensor: Tensor) -> Iterator[Callable[[], Tensor]]:
+    """Yield a function that gives a copy to overwrite, as often as it is asked.
+
+    Where there is no room for a copy it is the tensor itself, read anew each time from a file, and once more in the end; until
+    then nobody else may look at it.
+    """
+    size = tensor.numel() * tensor.element_size()
+    if fits(size) or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        yield tensor.clone
+        return
+    shelved = Shelved(tensor)
+    try:
+        yield lambda: shelved.load(into=tensor)
+    finally:
+        shelved.load(into=tensor)
+
+
+def _raw(tensor: Tensor) -> Any:
+    """A contiguous tensor's bytes, shared with it."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"cannot put aside what does not fit into memory, in '{tempfile.gettempdir()}': {error.strerror or error}. "
+            f"Set TMPDIR to a folder with more room, or allow more memory."
+        ) from error

@@ -1,0 +1,54 @@
+"""Layers so wide that their moment exists once: equilibrated where it lies, in single precision, and damped from the start.
+
+An ordinary problem keeps Ψ, its equilibrated form and that form's inverse, all in float64: 15 GB for the 25,088 columns of
+VGG-16's first fully-connected layer. Here the equilibrated form, 2.5 GB, is all there is. Weights come multiplied by √Ψ_qq, so
+that errors mean the same, and solutions go back by `in_own_units`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lobs import linalg, memory
+from lobs.problem import Problem, Solution
+from lobs.statistics import Moments
+
+# Of every column's own energy: what float32 needs to factorise tens of thousands of columns that a few hundred samples span.
+RIDGE = 1e-3
+
+
+def wide_problem(dense: Tensor, moments: Moments, *, mine: bool, **settings: Any) -> Problem:
+    """The problem of a wide layer; if the moments are `mine`, their memory becomes the problem's."""
+    psi = moments.taken() if mine else moments.moment
+    psi = psi.to(dense.device)
+    scale = linalg.equilibrate(psi[0], RIDGE)
+    problem = Problem(dense.to(torch.float32) * scale, psi, samples=moments.count, ridge=RIDGE, units=scale, **settings)
+    # What the moment was made into is what solvers want of it.
+    ready = linalg.Metric(psi[0], torch.ones_like(scale), RIDGE, least=RIDGE / (1 + RIDGE))
+    problem.__dict__["metrics"] = (ready,)
+    return problem
+
+
+def aimed(problem: Problem, missed: Tensor) -> Problem:
+    """The same problem with W + (W D)(Ĥ + λI)⁻¹ in place of W, which gives what the dense network gives; see `job`."""
+    assert problem.units is not None
+    live = torch.where(problem.units == 0, torch.inf, problem.units)
+    with memory.scratch(problem.moment[0]) as fresh:
+        shift = linalg.ridge_solve_in_place(fresh(), missed.to(problem.weight)[0] / live)
+    moved = replace(problem, weight=problem.weight + shift.unsqueeze(0))
+    moved.__dict__["metrics"] = problem.metrics
+    return moved
+
+
+def in_own_units(problem: Problem, solution: Solution, dense: Tensor) -> Solution:
+    """A wide problem's solution as weights of the layer, its error recomputed from the bits that the layer gets."""
+    assert problem.units is not None
+    dead = problem.units == 0
+    weight = solution.weight.div_(torch.where(dead, 1.0, problem.units)).to(dense.dtype)
+    if bool(dead.any()):  # what nothing reaches stays as it was, unless it went
+        weight[..., dead] = dense[..., dead] * solution.mask[..., dead]
+    return replace(solution, weight=weight, error=problem.error_of(weight.to(torch.float32) * problem.units))
