@@ -163,7 +163,7 @@ def _layer_gains(layer: Layer, shape: torch.Size, dense: Tensor | None) -> tuple
     matrix = (layer.matrix() if dense is None else dense)[..., : layer.columns]
     stretch = math.sqrt(_overlap(layer.windows, shape)) if isinstance(layer, WindowedLayer) else 1.0
     spectral = max(linalg.spectral_norm(group) for group in matrix)
-    return stretch * spectral, stretch * float(matrix.to(torch.float64).norm())
+    return stretch * spectral, stretch * linalg.frobenius_norm(matrix)
 
 
 def _overlap(windows: Callable[[Tensor], Tensor], shape: torch.Size) -> int:

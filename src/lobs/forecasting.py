@@ -79,9 +79,11 @@ def forecast(
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times."""
     sequential, moments = inputs != "dense", shared or inputs == "dense"
     fixed = memory.resident() + sum(t.numel() * t.element_size() for t in model.state_dict().values())
-    fixed += sum(layer.weight.numel() for layer in layers)  # masks
     fixed = max(crew().hear(fixed))  # processes must agree on what they do
-    needs = {layer.name: solving_bytes(layer, sequential=sequential) for layer in layers}
+    needs, masks = {}, 0
+    for layer in layers:  # the masks of those before it are there when a layer is solved
+        needs[layer.name] = masks + solving_bytes(layer, sequential=sequential)
+        masks += layer.weight.numel()
     widest = max(needs, key=lambda name: needs[name])
     limit = memory.limit()
     room = None if limit is None else limit - fixed

@@ -334,7 +334,7 @@ class Outcome:
         done = Settled.unpacked(packed[0], packed[1], layer.weight)
         tell("layer", layer=layer.name, kept=done.result.kept, error=done.result.error, found_done=saved is not None)
         layer.write(done.solution.weight)
-        self.solutions[layer.name] = done.solution
+        self.solutions[layer.name] = done.solution if memory.limit() is None else done.solution.without_tensors()
         self.largest_errors[layer.name] = done.largest_error
         self.masks = joined(self.masks, layer.masks(done.solution.mask))
         self.results[layer.name] = done.result

@@ -8,6 +8,7 @@ other columns cannot explain, which makes "singular" a number a person can read.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from lobs.errors import NumericalWarning, ProblemError
 
 # A column less than this share independent of the others is noise: moments are sums of float32 products.
 _LEAST_INDEPENDENT = 1e-7
+# Rows and columns from which a singular value decomposition takes minutes.
+_LARGE = 2048
 # Columns that are collinear but nearly dead (an image's border) need next to nothing; a moment of few samples needs more.
 _LADDER = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
@@ -126,8 +129,17 @@ def rank(moment: Tensor) -> int:
 
 
 def spectral_norm(matrix: Tensor) -> float:
-    """Largest singular value."""
-    return float(torch.linalg.matrix_norm(matrix.to(torch.float64), ord=2))
+    """Largest singular value; of large matrices a number that is no less: √(‖A‖₁‖A‖∞) or ‖A‖_F, whichever is closer."""
+    if min(matrix.shape) <= _LARGE:
+        return float(torch.linalg.matrix_norm(matrix.to(torch.float64), ord=2))
+    sizes = [matrix.abs().sum(dim=dim, dtype=torch.float64).max() for dim in (0, 1)]
+    return min(math.sqrt(float(sizes[0] * sizes[1])), frobenius_norm(matrix))
+
+
+def frobenius_norm(matrix: Tensor) -> float:
+    """Root of the sum of squares, in float64, without a copy of the whole."""
+    lines = torch.split(matrix.reshape(-1, matrix.shape[-1]), 1024)
+    return math.sqrt(sum(float(some.to(torch.float64).square().sum()) for some in lines))
 
 
 def solve_blocks(block: Tensor, target: Tensor) -> Tensor:

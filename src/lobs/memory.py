@@ -92,11 +92,11 @@ _WIDE = 8192
 def lean(columns: int) -> bool:
     """Must a moment this wide be kept once, in single precision?
 
-    From 8,192 columns on; where memory is limited, from where six copies in double precision would take a quarter of it.
+    From 8,192 columns on; where memory is limited, from where six copies in double precision would take an eighth of it.
     Decided by the limit, not by what is free at the moment: the same run must give the same bits.
     """
     promised = _limit.get()
-    return columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 4)
+    return columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8)
 
 
 class Shelved:

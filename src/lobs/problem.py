@@ -245,6 +245,10 @@ class Solution:
     curve: Tensor | None = field(default=None, repr=False)
     status: str = "ok"
 
+    def without_tensors(self) -> Solution:
+        """Only the numbers: for when the weights lie in a network already and memory is short."""
+        return replace(self, weight=self.weight.new_empty(0), mask=self.mask.new_empty(0), curve=None)
+
     @property
     def kept(self) -> int:
         """How many prunable weights are left."""

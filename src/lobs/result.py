@@ -127,7 +127,7 @@ class Account:
 class Pruning(Account):
     """A pruned network and everything known about it.
 
-    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer, error
+    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer (with a limit of memory its numbers only), error
     curve included.
     """
 

@@ -1,0 +1,67 @@
+"""A billion weights in bounded memory: `python -m benchmarks.billion [--memory 8GB] [--layers 25] [--samples 512]`.
+
+A synthetic stack in bfloat16, a layer of 25,088 columns in front and square ones of 6,144 behind it, random weights and inputs
+(cost does not depend on them), pruned to one tenth by the quickest wide solver. Prints the forecast, the peak and the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import nn
+
+import lobs
+from lobs import Sparsity
+from lobs.memory import spelled
+from lobs.observe import peak_bytes
+
+
+def stack(columns: int, width: int, layers: int) -> nn.Sequential:
+    """Made layer by layer in bfloat16, so that building it takes no more than it holds."""
+    parts: list[nn.Module] = []
+    for number in range(layers):
+        into = columns if number == 0 else width // 3 if number == 1 else width
+        layer = nn.Linear(into, width // 3 if number == 0 else width, bias=False, dtype=torch.bfloat16)
+        nn.init.normal_(layer.weight, std=into**-0.5)
+        parts += [layer, nn.ReLU()]
+    return nn.Sequential(*parts).requires_grad_(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", default="8GB")
+    parser.add_argument("--columns", type=int, default=25_088)
+    parser.add_argument("--width", type=int, default=6_144)
+    parser.add_argument("--layers", type=int, default=27)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--inputs", default="dense")
+    parser.add_argument("--solver", default="columns")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    model = stack(given.columns, given.width, given.layers)
+    data = [torch.randn(128, given.columns, dtype=torch.bfloat16) for _ in range(given.samples // 128)]
+    weights = sum(p.numel() for p in model.parameters())
+    target = Sparsity(0.9, scope="layer")
+    print(f"{weights:,} weights, {spelled(2 * weights)}", flush=True)
+    print(lobs.forecast(model, data, target, inputs=given.inputs, memory=given.memory), flush=True)
+    began = time.perf_counter()
+    cut = lobs.prune(
+        model,
+        data,
+        target,
+        solver=given.solver,
+        inputs=given.inputs,
+        memory=given.memory,
+        progress=False,
+        log_json="billion.log",
+    )
+    took = time.perf_counter() - began
+    print(f"kept {cut.kept_fraction:.4f}, {took:,.0f} s, peak {spelled(peak_bytes() or 0)} of {given.memory}")
+    for phase, seconds in cut.phases.items():
+        print(f"  {phase}: {seconds:,.0f} s")
+
+
+if __name__ == "__main__":
+    main()
