@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--inputs", default="dense")
     parser.add_argument("--solver", default="columns")
+    parser.add_argument("--log", help="where to write what happened when")
     given = parser.parse_args()
     torch.manual_seed(0)
     model = stack(given.columns, given.width, given.layers)
@@ -47,16 +48,8 @@ def main() -> None:
     print(f"{weights:,} weights, {spelled(2 * weights)}", flush=True)
     print(lobs.forecast(model, data, target, inputs=given.inputs, memory=given.memory), flush=True)
     began = time.perf_counter()
-    cut = lobs.prune(
-        model,
-        data,
-        target,
-        solver=given.solver,
-        inputs=given.inputs,
-        memory=given.memory,
-        progress=False,
-        log_json="billion.log",
-    )
+    choices = {"solver": given.solver, "inputs": given.inputs, "memory": given.memory, "log_json": given.log}
+    cut = lobs.prune(model, data, target, progress=False, **choices)
     took = time.perf_counter() - began
     print(f"kept {cut.kept_fraction:.4f}, {took:,.0f} s, peak {spelled(peak_bytes() or 0)} of {given.memory}")
     for phase, seconds in cut.phases.items():

@@ -61,6 +61,15 @@ def test_an_indefinite_moment_is_refused():
         linalg.metric(psi)
 
 
+def test_the_norm_of_a_large_matrix_is_bounded_from_above(monkeypatch):
+    monkeypatch.setattr("lobs.linalg._LARGE", 4)
+    for shape in ((6, 9), (30, 5)):
+        matrix = torch.randn(shape)
+        exact = float(torch.linalg.svdvals(matrix.double())[0])
+        assert exact <= linalg.spectral_norm(matrix) <= 3 * exact
+        assert linalg.spectral_norm(matrix) <= linalg.frobenius_norm(matrix)
+
+
 def test_spectral_norm_is_the_largest_singular_value():
     matrix = torch.randn(5, 9)
     torch.testing.assert_close(linalg.spectral_norm(matrix), float(torch.linalg.svdvals(matrix.double())[0]))

@@ -127,8 +127,8 @@ class Account:
 class Pruning(Account):
     """A pruned network and everything known about it.
 
-    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer (with a limit of memory its numbers only), error
-    curve included.
+    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer, error
+    curve included; where memory was limited only its numbers.
     """
 
     model: nn.Module
