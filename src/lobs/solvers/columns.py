@@ -2,9 +2,9 @@
 
 One factor U of Ψ⁻¹ serves all rows: its j-th line says how the columns after j make up for the loss of column j (the idea of
 SparseGPT, Frantar and Alistarh 2023). A block of columns at a time loses its cheapest weights, then the rest of the matrix is
-brought up to date by one product. The pass cannot go back, so its weights are not the best on their support: some steps of
-conjugate gradients mend that, which takes about a third off the error. Time 4d³/3 for the factor and (1 + `steps`)·rows·d²
-multiply-adds; memory one d×d matrix, in place of Ψ where there is no room beside it, and some rows.
+brought up to date by one product. The pass cannot go back, so its weights are not the best on their support: those come from
+least squares, or on layers too wide for that from some steps of conjugate gradients. Time 4d³/3 for the factor and (1 +
+`steps`)·rows·d² multiply-adds; memory one d×d matrix, in place of Ψ where there is no room beside it, and some rows.
 """
 
 from __future__ import annotations
