@@ -265,3 +265,24 @@ def test_bad_input_is_one_clear_line(args, message, tmp_path, monkeypatch, capsy
     assert stop.value.code == 1 and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} <= {"mycode.py", "__pycache__", "lobs-sweep"}
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path):
+    code, out, _ = run(
+        "prune", "lenet300", "--keep", "10%", "--samples", "200", "--dry-run", "--out", tmp_path / "small.safetensors"
+    )
+    assert code == 0 and "passes over the data" in out and "memory: about" in out
+    assert not any(tmp_path.iterdir())
+    code, out, _ = run(*few, "--memory", "4GB", "--json")
+    assert json.loads(out)["limit"] == 4_000_000_000
+
+
+def test_memory_that_is_not_enough_is_one_line():
+    code, _, err = run("prune", "lenet300", "--keep", "10%", "--samples", "200", "--memory", "50MB")
+    assert code == 1 and err.count("\n") == 1 and "is not enough" in err and "Traceback" not in err
+
+
+def test_memory_is_promised_and_the_plan_printed():
+    code, out, err = run("prune", "lenet300", "--keep", "10%", "--samples", "500", "--memory", "2GB")
+    assert code == 0, err
+    assert "of 2.0 GB" in out and "kept" in out

@@ -132,12 +132,12 @@ def prune(
 
     with launched(time_out) as crew, notes():
         subject = open_subject(network, samples, trust=trust)
-        if dry_run or (memory is not None and crew.leads and not json):
+        if crew.leads and (dry_run or (memory is not None and not json)):
             choices: dict[str, Any] = {"inputs": inputs, "layers": layers, "skip": skip or (), "passes": passes}
             ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
             print_json(ahead.as_dict()) if json else say(str(ahead))
-            if dry_run:
-                return
+        if dry_run:
+            return
         before = subject.score(subject.model) if crew.leads else None
         alone = crew.size == 1
         result = run(
