@@ -140,9 +140,10 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
     first = next(iter(batches), None)
     if first is None:
         raise LobsError("no calibration batches: the iterable was empty. A generator can be used only once.")
-    began = time.perf_counter()
-    seen = collect(model, [first], layers, hollow=True)
-    took = time.perf_counter() - began
+    for _ in range(2):  # the first time also loads and compiles
+        began = time.perf_counter()
+        seen = collect(model, [first], layers, hollow=True)
+        took = time.perf_counter() - began
     count = length(batches) or sum(1 for _ in batches)
     madds = sum(seen.count(layer.name) * layer.groups * (layer.columns + 1) ** 2 for layer in layers)
     return count * took, count * madds * _PRODUCT / 1e9

@@ -268,9 +268,8 @@ def test_bad_input_is_one_clear_line(args, message, tmp_path, monkeypatch, capsy
 
 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path):
-    code, out, _ = run(
-        "prune", "lenet300", "--keep", "10%", "--samples", "200", "--dry-run", "--out", tmp_path / "small.safetensors"
-    )
+    few = ("prune", "lenet300", "--keep", "10%", "--samples", "200", "--dry-run")
+    code, out, _ = run(*few, "--out", tmp_path / "small.safetensors")
     assert code == 0 and "passes over the data" in out and "memory: about" in out
     assert not any(tmp_path.iterdir())
     code, out, _ = run(*few, "--memory", "4GB", "--json")
