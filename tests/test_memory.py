@@ -116,6 +116,15 @@ def test_wide_layers_lose_as_little(monkeypatch, inputs, solver):
     assert lean.certificate.measured == pytest.approx(plain.certificate.measured, rel=0.05)
 
 
+@pytest.mark.parametrize("solver", ["magnitude", "obd", "apozw", "random", "obd-fisher"])
+def test_scores_speak_of_a_wide_layers_own_weights(monkeypatch, solver):
+    model, target = network(), Sparsity(0.5, scope="layer")
+    plain = lobs.prune(model, batches(), target, solver=solver, inputs="dense", progress=False)
+    monkeypatch.setattr("lobs.memory._WIDE", 1)
+    lean = lobs.prune(model, batches(), target, solver=solver, inputs="dense", progress=False)
+    assert all(torch.equal(mask, lean.masks[name]) for name, mask in plain.masks.items())
+
+
 @pytest.mark.parametrize("solver", ["auto", "admm", "columns", "exact", "lobs", "magnitude"])
 def test_a_wide_layers_error_is_that_of_running_it(wide, solver):
     model, x = network(), torch.cat(batches())
@@ -158,7 +167,7 @@ def test_dead_inputs_of_a_wide_layer_cost_nothing_and_stay_if_kept(wide):
     model = nn.Sequential(nn.Linear(6, 3))
     x = torch.randn(200, 6)
     x[:, 4] = 0
-    cut = lobs.prune(model, [x], 1 / 6, solver="admm", progress=False)
+    cut = lobs.prune(model, [x], 1 / 6, solver="admm", inputs="dense", progress=False)
     assert cut.layers[0].error < 1e-9
     assert torch.equal(cut.model[0].weight[:, 4], torch.zeros(3))
     whole = lobs.prune(model, [x], 0.0, solver="admm", progress=False)

@@ -347,7 +347,7 @@ class Outcome:
             solution = solve(problem, "magnitude", 0.0) if target is None else solve(problem, self.job.solver, target)
             largest = problem.largest_error_of(solution.weight)
             if problem.units is not None:
-                solution = in_own_units(problem, solution, self.job.dense(layer.name))
+                solution = in_own_units(problem, solution, layer.weight.dtype)
         result = LayerResult(
             name=layer.name,
             shape=tuple(layer.weight.shape),

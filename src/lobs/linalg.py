@@ -176,14 +176,16 @@ def conjugate_gradients(
 
 
 def equilibrate(moment: Tensor, ridge: float) -> Tensor:
-    """Bring a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq; a dead column's is 0.
+    """Bring a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq.
 
-    For matrices of which one more copy would not fit.
+    A dead column's scale is next to nothing, so that its weights go first and can still be told apart; ridge alone stands on its
+    diagonal. For matrices of which one more copy would not fit.
     """
-    scale = moment.diagonal().clamp_min(0.0).sqrt()
-    divisor = torch.where(scale == 0, 1.0, scale)
-    moment.div_(divisor).div_(divisor.unsqueeze(1))
-    moment.diagonal().fill_(1 + ridge)
+    energy = moment.diagonal().clamp_min(0.0)
+    nothing = 1e-6 * max(float(energy.max().sqrt()), 1e-24)
+    scale = torch.where(energy == 0, nothing, energy.sqrt())
+    moment.div_(scale).div_(scale.unsqueeze(1))
+    moment.diagonal().copy_(torch.where(energy == 0, ridge, 1 + ridge))
     return scale
 
 

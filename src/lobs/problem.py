@@ -168,6 +168,12 @@ class Problem:
         return self.weight.numel() - self.protected * self.weight[..., 0].numel()
 
     @property
+    def own_weight(self) -> Tensor:
+        """The weights as the layer has them, in float64."""
+        weight = self.weight.to(torch.float64)
+        return weight if self.units is None else weight / self.units
+
+    @property
     def importance(self) -> Tensor:
         """`row_weight` as (groups, rows) in float64; ones where none was given."""
         shape = (len(self.groups), self.weight.shape[-2])

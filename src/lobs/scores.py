@@ -21,7 +21,7 @@ def random(problem: Problem, seed: int = 0) -> Tensor:
 
 def magnitude(problem: Problem) -> Tensor:
     """|w|: learning weights and connections (LWC), Han et al. 2015."""
-    return problem.weight.to(torch.float64).abs()
+    return problem.own_weight.abs()
 
 
 def obd(problem: Problem) -> Tensor:
@@ -39,14 +39,14 @@ def obd_fisher(problem: Problem) -> Tensor:
         raise ProblemError(
             f"{problem.name}: obd-fisher needs the loss's curvature. Pass curvature= to Problem, or use lobs.prune."
         )
-    return 0.5 * problem.weight.to(torch.float64).square() * problem.curvature.to(problem.weight.device, torch.float64)
+    return 0.5 * problem.own_weight.square() * problem.curvature.to(problem.weight.device, torch.float64)
 
 
 def apozw(problem: Problem) -> Tensor:
     """|mean(y_q) · w_q|: the paper's ApoZW, a weight-wise form of average percentage of zeros (Hu et al. 2016)."""
     if problem.mean is None:
         raise ProblemError(f"{problem.name}: apozw needs the mean input. Pass mean= to Problem, or use lobs.collect.")
-    return (problem.weight.to(torch.float64) * problem.mean.to(torch.float64).unsqueeze(-2)).abs()
+    return (problem.own_weight * problem.mean.to(torch.float64).unsqueeze(-2)).abs()
 
 
 def obs(weight: Tensor, metric: Metric) -> Tensor:

@@ -36,19 +36,15 @@ def wide_problem(dense: Tensor, moments: Moments, *, mine: bool, **settings: Any
 def aimed(problem: Problem, missed: Tensor) -> Problem:
     """The same problem with W + (W D)(Ĥ + λI)⁻¹ in place of W, which gives what the dense network gives; see `job`."""
     assert problem.units is not None
-    live = torch.where(problem.units == 0, torch.inf, problem.units)
     with memory.scratch(problem.moment[0]) as fresh:
-        shift = linalg.ridge_solve_in_place(fresh(), missed.to(problem.weight)[0] / live)
+        shift = linalg.ridge_solve_in_place(fresh(), missed.to(problem.weight)[0] / problem.units)
     moved = replace(problem, weight=problem.weight + shift.unsqueeze(0))
     moved.__dict__["metrics"] = problem.metrics
     return moved
 
 
-def in_own_units(problem: Problem, solution: Solution, dense: Tensor) -> Solution:
+def in_own_units(problem: Problem, solution: Solution, dtype: torch.dtype) -> Solution:
     """A wide problem's solution as weights of the layer, its error recomputed from the bits that the layer gets."""
     assert problem.units is not None
-    dead = problem.units == 0
-    weight = solution.weight.div_(torch.where(dead, 1.0, problem.units)).to(dense.dtype)
-    if bool(dead.any()):  # what nothing reaches stays as it was, unless it went
-        weight[..., dead] = dense[..., dead] * solution.mask[..., dead]
+    weight = solution.weight.div_(problem.units).to(dtype)
     return replace(solution, weight=weight, error=problem.error_of(weight.to(torch.float32) * problem.units))
