@@ -178,8 +178,8 @@ def conjugate_gradients(
 def equilibrate(moment: Tensor, ridge: float) -> Tensor:
     """Bring a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq.
 
-    A dead column's scale is next to nothing, so that its weights go first and can still be told apart; ridge alone stands on its
-    diagonal. For matrices of which one more copy would not fit.
+    A dead column's scale is next to nothing, so that its weights go first and can still be told apart; ridge alone stands on
+    its diagonal. For matrices of which one more copy would not fit.
     """
     energy = moment.diagonal().clamp_min(0.0)
     nothing = 1e-6 * max(float(energy.max().sqrt()), 1e-24)
