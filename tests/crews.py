@@ -20,19 +20,21 @@ import lobs, lobs.cli, lobs.pipeline
 from torch import distributed
 
 torch.set_num_threads(1)
+os.chdir(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
+import mine
+lobs.prune(*mine.network(), 0.7, progress=False)  # now everything is compiled as well
 
 
-def member(rank, size, port, words, folder):
+def member(rank, size, port, words):
     process = os.fork()
     if process:
         return process
     code = 1
     try:
-        os.chdir(folder)
         for number, name in ((1, "said"), (2, "error")):
             os.dup2(os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        sys.path.insert(0, str(folder))
         sys.argv = ["lobs", *words]
         lobs.cli.main()
         code = 0
@@ -46,7 +48,7 @@ def member(rank, size, port, words, folder):
 
 for line in sys.stdin:
     order = json.loads(line)
-    members = [member(rank, order["size"], order["port"], order["words"], order["folder"]) for rank in range(order["size"])]
+    members = [member(rank, order["size"], order["port"], order["words"]) for rank in range(order["size"])]
     if order["victim"] is not None:  # nobody has been waited for yet, so its number is still its own
         time.sleep(order["after"])
         os.kill(members[order["victim"]], signal.SIGKILL)
@@ -83,13 +85,13 @@ class Commands:
         self.folder = folder
         (folder / "mine.py").write_text(NETWORK)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        words = [sys.executable, "-c", PROGRAM]
+        words = [sys.executable, "-c", PROGRAM, str(folder)]
         self.process = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ended(self, words, *, size=3, victim=None, after=0.0):
         """Codes of a crew, and how many seconds it went on after one of it was killed."""
-        order = {"size": size, "port": free_port(), "words": words, "folder": str(self.folder)}
-        self.process.stdin.write(json.dumps(order | {"victim": victim, "after": after}) + "\n")
+        order = {"size": size, "port": free_port(), "words": words, "victim": victim, "after": after}
+        self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 

@@ -7,9 +7,14 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from lobs.distributed import launched
+from lobs.errors import CrewError
 from tests.crews import Commands, content
 
 TIME_OUT = 10
@@ -25,8 +30,7 @@ def crews(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(crews):
-    """What an uninterrupted run of three gives, and how long it takes once everything is compiled."""
-    crews.prune(out="warm")
+    """What an uninterrupted run of three gives, and how long it takes."""
     codes, seconds = crews.prune(out="whole", resume="uninterrupted")
     assert codes == [0, 0, 0]
     return content(crews.folder / "whole"), seconds
@@ -69,3 +73,34 @@ def test_a_process_killed_at_any_moment_is_named_and_the_rerun_has_the_same_bits
 @pytest.mark.slow
 def test_twenty_random_kills_are_twenty_clear_failures_and_twenty_resumes(crews, whole):
     lose(crews, whole, 20, seed=1)
+
+
+@pytest.mark.slow
+def test_torchrun_ends_when_one_of_its_processes_is_killed_and_goes_on_when_it_is_started_again(crews, whole):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    words = ["-m", "lobs", "prune", "mine:network", "--keep", "30%", "--out", "torchrun", "--resume", "elastic"]
+    how = {"cwd": crews.folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
+    with subprocess.Popen([*launch, *words], **how, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+        while not (crews.folder / "elastic" / "calibration.safetensors").exists():
+            assert agent.poll() is None, agent.communicate()
+            time.sleep(0.001)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)  # its parent will wait for it, and has not yet
+        told = agent.communicate(timeout=120)[1]
+    assert agent.returncode != 0
+    assert "SIGKILL" in told
+    assert not (crews.folder / "torchrun").exists()
+    subprocess.run([*launch, *words], **how, check=True, capture_output=True)
+    assert content(crews.folder / "torchrun") == whole[0]
+
+
+def test_processes_that_never_come_are_given_up_on(monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: never.wait())
+    monkeypatch.setattr("lobs.distributed._GRACE", 0.0)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    words = r"process 1 of 3 could not find the others through 10\.0\.0\.1:29500 in 0\.1 seconds .* start all of them again"
+    with pytest.raises(CrewError, match=words), launched(0.1):
+        pass
+    never.set()

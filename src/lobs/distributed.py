@@ -189,7 +189,7 @@ def _found(timeout: float) -> None:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise CrewError(
             f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not find the others through {where} in "
-            f"{timeout:g} seconds ({_line(faults[0])}). One of them died, or cannot reach that address: start all of them again."
+            f"{timeout:g} seconds ({_line(faults[0])}). One of them died or cannot reach that address: start all of them again."
         ) from faults[0]
 
 
