@@ -17,6 +17,7 @@ import torch
 from lobs.calibrate import Calibration
 from lobs.distributed import Crew
 
+pytestmark = pytest.mark.xdist_group("yard")
 # Everything is loaded once; every crew is forked from there, so that twenty of them do not load torch sixty times.
 PROGRAM = """
 import json, os, sys, time
@@ -171,11 +172,16 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize(("share", "inputs"), [*((name, "asymmetric") for name in SHARES), ("uneven", "dense")])
-def test_several_processes_prune_as_one_does(yard, tmp_path, share, inputs):
+CASES = [*((name, "asymmetric", "exact") for name in SHARES), ("uneven", "dense", "exact")]
+
+
+@pytest.mark.parametrize(
+    ("share", "inputs", "solver"), [*CASES, ("four", "asymmetric", "auto"), ("one without", "dense", "auto")]
+)
+def test_several_processes_prune_as_one_does(yard, tmp_path, share, inputs, solver):
     shares = SHARES[share]
-    yard.send(1, [in_turn(shares)], tmp_path / "one", inputs=inputs, solver="exact")
-    assert yard.codes(len(shares), shares, tmp_path / "many", inputs=inputs, solver="exact") == [0] * len(shares)
+    yard.send(1, [in_turn(shares)], tmp_path / "one", inputs=inputs, solver=solver)
+    assert yard.codes(len(shares), shares, tmp_path / "many", inputs=inputs, solver=solver) == [0] * len(shares)
     one, many = masks(tmp_path / "one"), [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))]
     assert_alike(one, many[0])
     for other in many[1:]:

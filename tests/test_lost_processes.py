@@ -17,6 +17,7 @@ from lobs.distributed import launched
 from lobs.errors import CrewError
 from tests.crews import Commands, content
 
+pytestmark = pytest.mark.xdist_group("crews")  # one of the test runner's processes makes what they all need
 TIME_OUT = 10
 NAMED = ("has lost another", "could not find the others")
 
