@@ -1,7 +1,7 @@
-"""How calibration goes faster with processes: `python -m benchmarks.scale [--processes 1 2 4]`.
+"""How work goes faster with processes: `python -m benchmarks.scale [--processes 1 2 4] [--tries 3] [--prune SOLVER]`.
 
 One thread each, the same batches in all, shared out; the clock starts when all are ready, and stops when all have everybody's
-moments. Ratios are within this run.
+moments; with `--prune`, when all have the pruned network. Each number is the best of some tries; ratios are within this run.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import os
 import socket
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import distributed, multiprocessing, nn
 
-from lobs import collect
+from lobs import collect, prune
 from lobs.distributed import ALONE, Crew, share, working
 
 
@@ -29,40 +30,51 @@ def batches(width, count, size):
     return [torch.randn(size, width, generator=generator) for _ in range(count)]
 
 
-def timed(rank, size, port, width, count, rows, results):
+def moments(model, data):
+    return {name: m.moment.double().numpy() for name, m in collect(model, data).items()}
+
+
+def masks(model, data, solver, together):
+    result = prune(model, data, 0.5, solver=solver, passes=1, progress=False, distributed=together)
+    return {name: mask.double().numpy() for name, mask in result.masks.items()}
+
+
+def timed(rank, size, port, width, count, rows, tries, solver, results):
     torch.set_num_threads(1)
     crew = ALONE
     if size > 1:
         store = distributed.TCPStore("127.0.0.1", port, size, rank == 0)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=900))
         crew = Crew(rank, size)
-    model, data = network(width), share(batches(width, count, rows), crew)
-    with working(crew):
-        collect(model, [torch.randn(8, width)])  # everything is loaded
+    work = moments if solver is None else partial(masks, solver=solver, together=size > 1)
+    work(network(64), [torch.randn(80, 64)])  # everything is loaded
+    model, data, took = network(width), share(batches(width, count, rows), crew), float("inf")
+    for _ in range(tries):
         crew.total(1.0)
         began = time.perf_counter()
-        seen = collect(model, data)
-        took = time.perf_counter() - began
+        with working(crew):
+            found = work(model, data)
+        took = min(took, time.perf_counter() - began)
     if rank == 0:
-        results.put((took, {name: m.moment.double().numpy() for name, m in seen.items()}))
+        results.put((took, found))
         time.sleep(0.5)  # the queue must be read before this process is gone
     if size > 1:
         distributed.destroy_process_group()
 
 
-def measured(size, width, count, rows):
+def measured(size, *form):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    workers = [context.Process(target=timed, args=(r, size, port, width, count, rows, results)) for r in range(size)]
+    workers = [context.Process(target=timed, args=(r, size, port, *form, results)) for r in range(size)]
     for worker in workers:
         worker.start()
-    took, moments = results.get()
+    found = results.get()
     for worker in workers:
         worker.join()
-    return took, moments
+    return found
 
 
 def main() -> None:
@@ -71,14 +83,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--prune", metavar="SOLVER", help="time pruning by this solver, not calibration alone")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     first = None
     for size in given.processes:
-        took, moments = measured(size, given.width, given.batches, given.rows)
-        first = first or (took, moments)
-        apart = max(float(abs(m - first[1][n]).max() / abs(m).max()) for n, m in moments.items())
-        print(f"{size} processes: {took:.2f} s, {first[0] / took:.2f} times the first; moments apart by {apart:.1e}")
+        took, found = measured(size, given.width, given.batches, given.rows, given.tries, given.prune)
+        first = first or (took, found)
+        apart = max(float(abs(x - first[1][n]).max() / abs(x).max()) for n, x in found.items())
+        what = "masks" if given.prune else "moments"
+        print(f"{size} processes: {took:.2f} s, {first[0] / took:.2f} times the first; {what} apart by {apart:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,14 @@ def test_mistakes_are_named():
         )
 
 
+def test_outputs_that_are_not_finite_are_refused():
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")
+    with pytest.raises(LobsError, match="needs finite outputs"):
+        fisher_diagonal(model, [torch.ones(4, 3)], find_layers(model))
+
+
 def test_a_generator_is_as_good_as_a_list():
     model, x = NETS["linear"]()
     options = {"solver": "obd-fisher", "inputs": "dense", "progress": False}

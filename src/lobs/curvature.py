@@ -42,7 +42,13 @@ def fisher_diagonal(model: nn.Module, batches: Iterable[Any], layers: Sequence[L
                     f"the curvature of a loss needs a classifier that returns (samples, classes), not "
                     f"{tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__}. Use solver 'obd'."
                 )
-            drawn = torch.multinomial(out.detach().softmax(dim=1).cpu(), 1, generator=generator).squeeze(1).to(out.device)
+            chances = out.detach().softmax(dim=1).cpu()
+            if not bool(torch.isfinite(chances).all()):
+                raise CalibrationError(
+                    "the curvature of a loss needs finite outputs, and the network gives NaN or infinite ones. Check its "
+                    "weights and the data, or use solver 'obd'."
+                )
+            drawn = torch.multinomial(chances, 1, generator=generator).squeeze(1).to(out.device)
             loss = torch.nn.functional.cross_entropy(out, drawn, reduction="sum")  # so that a sample's gradient is its own
             gradients = torch.autograd.grad(loss, [zero for _, _, zero in seen], allow_unused=True)
             for (layer, x, _), gradient in zip(seen, gradients, strict=True):

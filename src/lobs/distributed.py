@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor, distributed
 from lobs.errors import CrewError, LobsError
 
 TIMEOUT = 1800.0  # seconds that the others wait for a process that has gone silent
+_GRACE = 5.0  # seconds more after which torch's own time-out, which says more, must have come
 
 
 @dataclass(frozen=True)
@@ -159,15 +162,35 @@ def launched(timeout: float = TIMEOUT) -> Iterator[Crew]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
         yield ALONE
         return
-    try:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    except (RuntimeError, ValueError) as error:
-        raise CrewError(f"the processes could not find each other: {' '.join(str(error).split())[:300]}") from error
+    _found(timeout)
     try:
         yield Crew(distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
+
+
+def _found(timeout: float) -> None:
+    """Find the others, in a thread that is left behind when it takes too long: gloo waits five time-outs for one that died."""
+    faults: list[BaseException] = []
+
+    def find() -> None:
+        try:
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        except BaseException as error:
+            faults.append(error)
+
+    finder = Thread(target=find, daemon=True)
+    finder.start()
+    finder.join(timeout + _GRACE)
+    if finder.is_alive():
+        faults.append(TimeoutError("no answer"))
+    if faults:
+        where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise CrewError(
+            f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']} could not find the others through {where} in "
+            f"{timeout:g} seconds ({_line(faults[0])}). One of them died or cannot reach that address: start all of them again."
+        ) from faults[0]
 
 
 def share(batches: Iterable[Any], among: Crew) -> list[Any]:
@@ -182,8 +205,12 @@ def _talking(among: Crew) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = " ".join(str(error).split())[:200]
         raise CrewError(
             f"process {among.rank} of {among.size} has lost another: it died, or was silent for longer than the time-out "
-            f"({text}). Start again; with a folder to resume from, finished work is not repeated."
+            f"({_line(error)}). Start again; with a folder to resume from, finished work is not repeated."
         ) from error
+
+
+def _line(error: BaseException) -> str:
+    # gloo begins with a place in its own source
+    return re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split()))[:200]

@@ -69,6 +69,12 @@ def test_parametrised_and_lazy_ones_are_refused_whatever_their_kind():
     assert [*refused_layers(two)] == ["0", "1"]  # computed weights are never taken for one that is shared
 
 
+def test_a_network_that_running_would_change_is_refused_even_where_its_lazy_layer_is_skipped():
+    model = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
+    with pytest.raises(UnsupportedLayerError, match=r"layer '1': its weight has no shape yet; run one batch first\.$"):
+        find_layers(model, "0")
+
+
 def test_an_observation_ends_however_often_it_is_ended():
     model = nn.Sequential(nn.Linear(3, 3), nn.MultiheadAttention(4, 2))
     seen = []

@@ -73,6 +73,8 @@ def main() -> None:
     """Run the command; any error is one line and exit code 1, with LOBS_DEBUG=1 the whole traceback."""
     if "--json" in sys.argv:  # whatever the user's own code prints must not mix with the document
         common.output, sys.stdout = sys.stdout, sys.stderr
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # what torch prints of a lost connection would bury our line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         app()
     except KeyboardInterrupt:

@@ -68,6 +68,11 @@ def find_layers(model: nn.Module, layers: str | Iterable[str] | None = None, ski
     chosen = [x for x in found if (wanted is None or wanted & {*x.names}) and not unwanted & {*x.names}]
     if not chosen:
         raise UnsupportedLayerError(f"there is no layer to prune: lobs prunes {KINDS}, less what `skip` names.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):  # even of a layer that is left alone: running the network makes it
+            raise UnsupportedLayerError(
+                f"layer '{name.rpartition('.')[0]}': its {name.rpartition('.')[2]} has no shape yet; run one batch first."
+            )
     for name, reason in _refused(model, chosen).items():
         raise UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
     return chosen

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lobs.distributed import crew
 from lobs.errors import SolverError
 from lobs.problem import Problem, Solution, Solver, finish
 from lobs.solvers.search import swap
@@ -50,9 +51,9 @@ class Refine:
         mask, near = swap(problem, found.mask, rounds=self.rounds, seconds=self.seconds)
         better = on_support(problem, mask, near)
         # Rows trade by importance, so the plain error may rise while the weighted one falls.
-        return (
-            better if _weighted(problem, better.weight) <= _weighted(problem, found.weight) else _same_support(problem, found)
-        )
+        improved = _weighted(problem, better.weight) <= _weighted(problem, found.weight)
+        # A tie may fall differently on another kind of processor, and all must go the same way.
+        return better if crew().hear(improved)[0] else _same_support(problem, found)
 
 
 def _same_support(problem: Problem, found: Solution) -> Solution:

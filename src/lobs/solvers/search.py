@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lobs import kernels, linalg, memory
+from lobs.distributed import crew
 from lobs.kernels.rows import blocks, by_rows, listed, restrict
 from lobs.problem import Problem
 from lobs.solvers.support import single_precision, stacked
@@ -44,7 +45,8 @@ def swap(
     """
     late = None if seconds is None else time.perf_counter() + seconds
     gram, weight = stacked(problem)
-    kept = mask.view(weight.shape).clone()
+    kept = mask.view(weight.shape).clone(memory_format=torch.contiguous_format)
+    crew().tell(kept)  # another kind of processor may have chosen otherwise where two weights are as good
     groups = [_Rows(problem, g, kept[g], late, backend) for g in range(len(weight))]
     values = weight if near is None else near
     for turn in range(max(1, rounds)):
@@ -55,7 +57,7 @@ def swap(
         moves = sum(group.exchange(v) for group, v in zip(groups, values, strict=True))
         if moves <= _ENOUGH * weight[..., 0].numel() or all(group.complete for group in groups):
             break
-        if late is not None and time.perf_counter() > late:
+        if late is not None and crew().hear(time.perf_counter() > late)[0]:
             break
     return kept.view(mask.shape), values
 
@@ -87,14 +89,23 @@ class _Rows:
         return self.pool == self.free
 
     def exchange(self, values: Tensor) -> int:
-        """One round of swaps in every row and trades among them. Returns the number of moves; updates `values` if it can."""
-        pools = self._pools(values)
-        moves = 0
-        for rows in torch.split(self.active.nonzero().squeeze(1), self.batch):
+        """One round of swaps in every row and trades among them. Returns the number of moves; updates `values` if it can.
+
+        Batches know nothing of each other, so several processes take turns at them.
+        """
+        pools, together, moves = self._pools(values), crew(), 0
+        batches = torch.split(self.active.nonzero().squeeze(1), self.batch)
+        for rows in batches[together.rank :: together.size]:
             if self.late is not None and time.perf_counter() > self.late:
                 break
             moves += self._batch(rows, pools[rows], values)
-        return moves
+        if together.size == 1:
+            return moves
+        for turn, rows in enumerate(batches):
+            told = self.kept[rows], self.active[rows], values[rows]
+            together.tell(*told, by=turn % together.size)
+            self.kept[rows], self.active[rows], values[rows] = told
+        return round(together.total(moves)[0])
 
     def _pools(self, values: Tensor) -> Tensor:
         """The weakest inside and the most wanted outside, as column numbers."""

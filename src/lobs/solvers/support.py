@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lobs import linalg
+from lobs.distributed import crew
 from lobs.kernels.rows import blocks, by_rows, listed
 from lobs.problem import Problem, Solution, finish
 
@@ -41,8 +42,11 @@ def stacked(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tenso
 def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
     """The best weights on a given support, in float64: one Cholesky a row, or conjugate gradients where that is dear.
 
-    `near`, (groups, rows, d) in equilibrated units, is where the latter start.
+    `near`, (groups, rows, d) in equilibrated units, is where the latter start. Several processes share the rows.
     """
+    if crew().size > 1:  # another kind of processor may have chosen otherwise where two weights are as good
+        mask = mask.clone(memory_format=torch.contiguous_format)
+        crew().tell(mask)
     shape = (len(problem.metrics), *problem.weight.shape[-2:])
     parts = []
     for g, (metric, (weight, _), kept) in enumerate(zip(problem.metrics, problem.groups, mask.view(shape), strict=True)):
@@ -53,8 +57,20 @@ def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> So
 
 
 def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> Tensor:
+    """One group's weights; rows are independent, but how they are solved is decided for all of them."""
     work = float(kept.sum(dim=1, dtype=torch.float64).pow(3).sum()) / 6
-    if work > _FEW and near is not None and _settled(gram, weight, kept, near.to(gram)):
+    together, rows = crew(), len(kept)
+    if work <= _FEW:
+        return least_squares(gram, weight, kept)
+    if together.size > 1:
+        mine = together.shared_rows(rows).to(kept.device)
+        weight, kept, near = weight[mine], kept[mine], None if near is None else near[mine]
+    solved = _solved_rows(gram, weight, kept, near, work)
+    return solved if together.size == 1 else together.gathered_rows([solved], rows)[0]
+
+
+def _solved_rows(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None, work: float) -> Tensor:
+    if near is not None and all(crew().hear(_settled(gram, weight, kept, near.to(gram)))):
         # What is left of the gradient is float32's own rounding; a few steps in float64 take it off.
         return linalg.conjugate_gradients(gram, weight, kept, near.to(gram), steps=5, tolerance=1e-2)
     if work < _MANY:
