@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--inputs", default="dense")
-    parser.add_argument("--solver", default="columns")
+    parser.add_argument("--steps", type=int, default=3, help="of conjugate gradients after the pass over the columns")
     parser.add_argument("--log", help="where to write what happened when")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def main() -> None:
     print(f"{weights:,} weights, {spelled(2 * weights)}", flush=True)
     print(lobs.forecast(model, data, target, inputs=given.inputs, memory=given.memory), flush=True)
     began = time.perf_counter()
-    choices = {"solver": given.solver, "inputs": given.inputs, "memory": given.memory, "log_json": given.log}
+    choices = {"solver": lobs.Columns(steps=given.steps), "inputs": given.inputs, "memory": given.memory, "log_json": given.log}
     cut = lobs.prune(model, data, target, progress=False, **choices)
     took = time.perf_counter() - began
     print(f"kept {cut.kept_fraction:.4f}, {took:,.0f} s, peak {spelled(peak_bytes() or 0)} of {given.memory}")
