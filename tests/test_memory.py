@@ -144,9 +144,12 @@ def test_a_wide_layer_without_room_for_copies_gives_the_same_bits(wide, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True))
 
 
-def test_auto_falls_back_to_columns_where_nothing_else_fits(short):
+def test_auto_falls_back_to_columns_where_nothing_else_fits():
     problem = lobs.Problem(torch.randn(4, 40), make_moment(40))
-    assert isinstance(lobs.Auto(patience=0.0).start(problem), lobs.Columns)
+    with memory.limited(2**30, taken=2**29):
+        assert isinstance(lobs.Auto(patience=0.0).start(problem), lobs.Columns)
+    with memory.limited(2**31, taken=2**29):
+        assert isinstance(lobs.Auto(patience=0.0).start(problem), lobs.ADMM)
 
 
 def test_a_wide_layers_aim_is_the_ordinary_one(wide, monkeypatch):

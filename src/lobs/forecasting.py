@@ -16,6 +16,7 @@ from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
 from lobs.layers import Layer
 from lobs.memory import spelled
+from lobs.solvers import ADMM
 from lobs.solvers.auto import costs_of
 
 # Seconds per 10⁹ multiply-adds of a product on two cores, as in `solvers.auto`.
@@ -78,7 +79,7 @@ def forecast(
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times."""
     sequential, moments = inputs != "dense", shared or inputs == "dense"
-    fixed = memory.resident() + sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    fixed = memory.resident() + _bytes(model)
     fixed = max(crew().hear(fixed))  # processes must agree on what they do
     needs, masks = {}, 0
     for layer in layers:  # the masks of those before it are there when a layer is solved
@@ -100,11 +101,21 @@ def forecast(
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
 
+def taken_in_the_end(model: nn.Module, layers: Sequence[Layer]) -> int:
+    """Bytes of a network, its pruned copy and the masks."""
+    return 2 * _bytes(model) + sum(layer.weight.numel() for layer in layers)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in model.state_dict().values())
+
+
 def solving_bytes(layer: Layer, *, sequential: bool) -> int:
     """What calibrating and solving one layer takes at most, beside the networks."""
     d, weights = layer.columns + 1, layer.weight.numel()
     if layer.groups == 1 and memory.lean(layer.columns):
-        return 4 * d**2 + 9 * weights + _ROWS
+        directions = ADMM.bytes(layer.rows, d)
+        return _ROWS + (directions if memory.affords(directions) else 4 * d**2 + 9 * weights)
     # Sums, Ψ, its equilibrated form and that form's inverse; a second sum for two streams. Then a dozen forms of the weights.
     return 8 * (5 + sequential) * layer.groups * d**2 + 48 * weights + _ROWS
 

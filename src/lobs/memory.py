@@ -22,7 +22,8 @@ from torch import Tensor
 from lobs.errors import FileError, LobsError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_limit: ContextVar[int | None] = ContextVar("lobs_memory", default=None)
+_promise: ContextVar[tuple[int, int] | None] = ContextVar("lobs_memory", default=None)
+_PROGRAM = 2**29  # bytes that Python, torch and compiled code take by themselves, roughly
 
 
 def parse(size: str | float) -> int:
@@ -48,18 +49,28 @@ def spelled(count: float) -> str:
 
 
 @contextmanager
-def limited(limit: int | None) -> Iterator[None]:
-    """Promise that what runs in this block takes no more resident memory than this; None promises nothing."""
-    token = _limit.set(limit)
+def limited(limit: int | None, taken: int = 0) -> Iterator[None]:
+    """Promise that what runs in this block takes no more resident memory than this; None promises nothing.
+
+    `taken` is what networks and masks will hold of it in the end.
+    """
+    token = _promise.set(None if limit is None else (limit, max(0, limit - taken - _PROGRAM)))
     try:
         yield
     finally:
-        _limit.reset(token)
+        _promise.reset(token)
 
 
 def limit() -> int | None:
     """The promise, if there is one."""
-    return _limit.get()
+    promise = _promise.get()
+    return None if promise is None else promise[0]
+
+
+def affords(count: float) -> bool:
+    """Does the promise leave so much for one layer's work? The same answer each time, whatever is free just now."""
+    promise = _promise.get()
+    return promise is None or count <= promise[1]
 
 
 def resident() -> int:
@@ -75,7 +86,7 @@ def resident() -> int:
 
 def room() -> int | None:
     """How many more bytes may be taken; None where nothing was promised."""
-    promised = _limit.get()
+    promised = limit()
     return None if promised is None else max(0, promised - resident())
 
 
@@ -95,7 +106,7 @@ def lean(columns: int) -> bool:
     From 8,192 columns on; where memory is limited, from where six copies in double precision would take an eighth of it.
     Decided by the limit, not by what is free at the moment: the same run must give the same bits.
     """
-    promised = _limit.get()
+    promised = limit()
     return columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from lobs.batches import guarded
 from lobs.distributed import present, working
 from lobs.errors import LobsError
-from lobs.forecasting import Forecast
+from lobs.forecasting import Forecast, taken_in_the_end
 from lobs.forecasting import forecast as _forecast
 from lobs.job import Inputs, Job
 from lobs.journal import fingerprint, open_journal
@@ -119,7 +119,13 @@ def prune(
     limit = None if memory is None else parse(memory)
     if limit is not None:
         settings["memory"] = limit
-    with limited(limit), shown(progress and together.leads), working(together), observed(log) as observer, ExitStack() as stack:
+    with (
+        limited(limit, taken_in_the_end(model, found)),
+        shown(progress and together.leads),
+        working(together),
+        observed(log) as observer,
+        ExitStack() as stack,
+    ):
         settings["processes"] = together.size
         identity = fingerprint(model, data, settings) if resume is not None or together.size > 1 else {}
         journal = stack.enter_context(open_journal(resume, identity))
@@ -189,7 +195,7 @@ def forecast(
     Runs the network on one batch. With a limit of `memory` that cannot be kept it raises as `prune` would, and says what can.
     """
     wanted, data, found = as_target(target), guarded(batches), find_layers(model, layers, skip)
-    with limited(None if memory is None else parse(memory)):
+    with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
         chosen = _chosen_inputs(inputs, wanted)
         return _forecast(model, data, found, inputs=chosen, shared=_shared(wanted), rounds=passes)
 

@@ -49,9 +49,9 @@ class ADMM:
         return self.at(problem, count)
 
     @staticmethod
-    def bytes(weight: Tensor) -> int:
-        """What the search takes beside the problem, where a second d×d matrix does not fit: seven copies of the weight."""
-        return 7 * 4 * weight.numel()
+    def bytes(rows: int, columns: int) -> int:
+        """What a wide layer takes with the swaps that follow, where a second d×d matrix does not fit."""
+        return 4 * columns**2 + 40 * rows * columns
 
     def at(self, problem: Problem, count: int) -> Solution:
         """Remove exactly `count` weights."""

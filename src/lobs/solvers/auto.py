@@ -62,7 +62,7 @@ class Auto:
         greedy, directions = costs(problem)
         if greedy <= self.patience * directions:
             return Exact()
-        return ADMM() if memory.fits(ADMM.bytes(problem.weight)) else Columns()
+        return ADMM() if memory.affords(ADMM.bytes(*problem.weight.shape[-2:])) else Columns()
 
     def _from_support(self, problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
         """Swap at once: least squares on the first support would cost as much as a round of swaps."""
