@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lobs import memory
 from lobs.calibrate import collect, length
@@ -107,7 +108,7 @@ def taken_in_the_end(model: nn.Module, layers: Sequence[Layer]) -> int:
 
 
 def _bytes(model: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in model.state_dict().values())
+    return sum(t.numel() * t.element_size() for t in model.state_dict().values() if not is_lazy(t))
 
 
 def solving_bytes(layer: Layer, *, sequential: bool) -> int:

@@ -120,7 +120,7 @@ def prune(
     if limit is not None:
         settings["memory"] = limit
     with (
-        limited(limit, taken_in_the_end(model, found)),
+        limited(limit, 0 if limit is None else taken_in_the_end(model, found)),
         shown(progress and together.leads),
         working(together),
         observed(log) as observer,
