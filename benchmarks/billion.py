@@ -46,9 +46,10 @@ def main() -> None:
     weights = sum(p.numel() for p in model.parameters())
     target = Sparsity(0.9, scope="layer")
     print(f"{weights:,} weights, {spelled(2 * weights)}", flush=True)
-    print(lobs.forecast(model, data, target, inputs=given.inputs, memory=given.memory), flush=True)
+    solver = lobs.Columns(steps=given.steps)
+    print(lobs.forecast(model, data, target, solver=solver, inputs=given.inputs, memory=given.memory), flush=True)
     began = time.perf_counter()
-    choices = {"solver": lobs.Columns(steps=given.steps), "inputs": given.inputs, "memory": given.memory, "log_json": given.log}
+    choices = {"solver": solver, "inputs": given.inputs, "memory": given.memory, "log_json": given.log}
     cut = lobs.prune(model, data, target, progress=False, **choices)
     took = time.perf_counter() - began
     print(f"kept {cut.kept_fraction:.4f}, {took:,.0f} s, peak {spelled(peak_bytes() or 0)} of {given.memory}")

@@ -165,7 +165,7 @@ def _taken_up(journal: Journal, key: str, layers: Sequence[Layer]) -> tuple[Cali
         return Calibration({}, 0), False
     moments, by_name = {}, {layer.name: layer for layer in layers}
     for name in saved.record["layers"]:
-        parts = {part: saved.state_dict[f"{part}:{name}"] for part in ("whole", "sum", "count")}
+        parts = {part: saved.state_dict[f"{part}:{name}"].clone() for part in ("whole", "sum", "count")}
         layer = by_name[name]
         moments[name] = Moments.unpacked(parts, bias=layer.bias is not None, device=layer.weight.device)
     shapes = frozenset(tuple(shape) for shape in saved.record["shapes"])

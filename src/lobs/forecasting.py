@@ -17,8 +17,9 @@ from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
 from lobs.layers import Layer
 from lobs.memory import spelled
+from lobs.problem import Solver
 from lobs.solvers import ADMM
-from lobs.solvers.auto import costs_of
+from lobs.solvers.auto import seconds_of
 
 # Seconds per 10⁹ multiply-adds of a product on two cores, as in `solvers.auto`.
 _PRODUCT = 0.021
@@ -76,7 +77,14 @@ class Forecast:
 
 
 def forecast(
-    model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, inputs: str, shared: bool, rounds: int
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[Layer],
+    solver: Solver,
+    *,
+    inputs: str,
+    shared: bool,
+    rounds: int,
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times."""
     sequential, moments = inputs != "dense", shared or inputs == "dense"
@@ -97,7 +105,7 @@ def forecast(
     groups = passes(layers, room) if moments else []
     together = max((sum(moment_bytes(layer) for layer in group) for group in groups), default=0)
     spilled = sum(map(moment_bytes, layers)) if limit is not None and moments else 0
-    stages = tuple(_stages(model, batches, layers, len(groups), sequential=sequential, shared=shared, rounds=rounds))
+    stages = tuple(_stages(model, batches, layers, len(groups), solver, sequential=sequential, shared=shared, rounds=rounds))
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
@@ -126,6 +134,7 @@ def _stages(
     batches: Iterable[Any],
     layers: Sequence[Layer],
     groups: int,
+    solver: Solver,
     *,
     sequential: bool,
     shared: bool,
@@ -140,8 +149,7 @@ def _stages(
         yield Stage("influence", rounds, 3 * rounds * forward)
     solving = 0.0
     for layer in layers:
-        greedy, directions = costs_of(layer.groups, layer.groups * layer.rows, layer.columns + 1)
-        solving += 2.5 * min(greedy, 3 * directions)  # with swaps and least squares
+        solving += seconds_of(solver, layer.groups, layer.groups * layer.rows, layer.columns + 1)
     walks = rounds * (2 * forward + 2 * products) if sequential else 0.0
     yield Stage("prune", 2 * rounds if sequential else 0, walks + rounds * solving)
     yield Stage("measure", 2, 2 * forward)

@@ -131,7 +131,7 @@ def prune(
         journal = stack.enter_context(open_journal(resume, identity))
         room = None
         if limit is not None:
-            ahead = _forecast(model, data, found, inputs=inputs, shared=_shared(wanted), rounds=passes)
+            ahead = _forecast(model, data, found, chosen, inputs=inputs, shared=_shared(wanted), rounds=passes)
             tell("forecast", **ahead.as_dict())
             room = ahead.room
         # Where no budget is shared out by the dense network's error curves, its moments may never be wanted.
@@ -184,6 +184,7 @@ def forecast(
     batches: Iterable[Any],
     target: Target | float,
     *,
+    solver: str | Solver = "auto",
     inputs: Inputs | None = None,
     layers: str | Iterable[str] | None = None,
     skip: str | Iterable[str] = (),
@@ -196,8 +197,8 @@ def forecast(
     """
     wanted, data, found = as_target(target), guarded(batches), find_layers(model, layers, skip)
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
-        chosen = _chosen_inputs(inputs, wanted)
-        return _forecast(model, data, found, inputs=chosen, shared=_shared(wanted), rounds=passes)
+        options: dict[str, Any] = {"inputs": _chosen_inputs(inputs, wanted), "shared": _shared(wanted), "rounds": passes}
+        return _forecast(model, data, found, as_solver(solver), **options)
 
 
 def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:

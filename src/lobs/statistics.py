@@ -63,10 +63,11 @@ class Moments:
 
     @classmethod
     def unpacked(cls, parts: Mapping[str, Tensor], *, bias: bool, device: torch.device | None = None) -> Moments:
-        """Sums that go on from where they were."""
+        """Sums that go on from where they were, in the very tensor that is given where it is on the device already."""
         groups, columns = parts["sum"].shape
-        moments = cls(groups, columns, bias=bias, device=device, hollow=parts["whole"].shape[-1] == 0)
-        moments._whole.copy_(parts["whole"])
+        moments = cls(groups, columns, bias=bias, device=device, hollow=True)
+        moments.hollow = parts["whole"].shape[-1] == 0
+        moments._whole = parts["whole"].to(moments._whole)
         moments._sum.copy_(parts["sum"])
         moments.count = int(parts["count"])
         return moments

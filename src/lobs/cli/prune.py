@@ -133,7 +133,13 @@ def prune(
     with launched(time_out) as crew, notes():
         subject = open_subject(network, samples, trust=trust)
         if crew.leads and (dry_run or (memory is not None and not json)):
-            choices: dict[str, Any] = {"inputs": inputs, "layers": layers, "skip": skip or (), "passes": passes}
+            choices: dict[str, Any] = {
+                "solver": solver,
+                "inputs": inputs,
+                "layers": layers,
+                "skip": skip or (),
+                "passes": passes,
+            }
             ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
             print_json(ahead.as_dict()) if json else say(str(ahead))
         if dry_run:

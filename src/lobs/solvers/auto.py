@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lobs import memory
-from lobs.problem import Problem, Solution
+from lobs.problem import Problem, Solution, Solver
 from lobs.solvers.admm import ADMM
 from lobs.solvers.columns import Columns
 from lobs.solvers.exact import Exact
+from lobs.solvers.lobs import LOBS
 from lobs.solvers.refine import Refine
+from lobs.solvers.scored import Scored
 from lobs.solvers.search import swap
 from lobs.solvers.support import on_support
 from lobs.targets import Block, NByM, Sparsity, Structured, Target
@@ -73,6 +75,24 @@ class Auto:
             return on_support(problem, mask, near)
         rounds = max(1, min(3, int(2 * afforded)))
         return on_support(problem, *swap(problem, mask, near, rounds=rounds, seconds=self.seconds))
+
+
+def seconds_of(solver: Solver, groups: int, rows: int, d: int) -> float:
+    """About how long a solver takes on a layer of so many rows in all; what is not known is taken for `Auto`."""
+    greedy, directions = costs_of(groups, rows, d)
+    match solver:
+        case Scored():
+            return 0.0
+        case Exact() | LOBS():
+            return greedy
+        case ADMM():
+            return directions
+        case Columns():
+            return (_FACTOR * groups * d**3 * 4 / 3 + _PRODUCT * (1 + solver.steps) * rows * d**2) / 1e9
+    start = min(greedy, 3 * directions) if greedy <= 3 * directions else directions
+    if greedy > 3 * directions and not memory.affords(ADMM.bytes(rows // groups, d)):
+        return seconds_of(Columns(), groups, rows, d)
+    return 2.5 * start  # with swaps and least squares
 
 
 def costs(problem: Problem) -> tuple[float, float]:
