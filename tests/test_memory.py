@@ -14,6 +14,7 @@ from lobs.gather import passes
 from lobs.job import asymmetric_problem, layer_problem
 from lobs.layers import find_layers
 from lobs.statistics import Moments, PairedMoments
+from lobs.sweep import sweep
 from tests.conftest import make_moment
 
 
@@ -52,7 +53,7 @@ def test_no_size_is_refused_by_name(words):
 
 def test_what_is_put_aside_comes_back_to_the_bit():
     for tensor in (torch.randn(7, 5), torch.randn(4, 6).mT, torch.randn(3).bfloat16(), torch.zeros(0, 3), torch.arange(5)):
-        assert torch.equal(memory.Shelved(tensor).load(), tensor)
+        assert torch.equal(memory.Shelf().put(tensor).load(), tensor)
 
 
 def test_scratch_without_room_is_the_tensor_itself_and_is_restored(short):
@@ -80,7 +81,7 @@ def test_a_full_disk_is_one_clear_line(monkeypatch):
 
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(LobsError, match=r"No space left.*TMPDIR"):
-        memory.Shelved(torch.ones(3))
+        memory.Shelf()
 
 
 def test_factors_in_place_are_those_of_copies():
@@ -223,6 +224,113 @@ def test_moments_nobody_wants_are_never_summed(monkeypatch):
 
     monkeypatch.setattr("lobs.gather.Gathered.prepare", never)
     lobs.prune(network(), batches(), Sparsity(0.5, scope="layer"), progress=False)
+
+
+def test_a_sweep_of_wide_layers_changes_nothing_where_nothing_goes(wide):
+    model, x = network(), torch.cat(batches())
+    for solver in ("exact", "admm"):
+        point = sweep(
+            model, [x], lambda m: float((m(x) - model(x)).detach().abs().max()), [0.0], solver=solver, progress=False
+        )[0]
+        assert point.score < 1e-4
+
+
+@pytest.mark.parametrize("inputs", ["dense", "pruned", "asymmetric"])
+def test_wide_layers_verify(wide, tmp_path, inputs):
+    from lobs.verify import verify_errors
+
+    model = network()
+    cut = lobs.prune(model, batches(), Sparsity(0.5, scope="layer"), inputs=inputs, progress=False)
+    saved = lobs.load(cut.save(tmp_path / "small.safetensors"))
+    assert all(finding.holds for finding in verify_errors(saved, model, cut.model, batches()))
+
+
+def test_a_run_with_other_room_takes_up_the_journal(tmp_path, monkeypatch):
+    model = network()
+    whole = lobs.prune(model, batches(), 0.5, memory="50GB", progress=False)
+    monkeypatch.setattr("lobs.gather.passes", lambda layers, _: passes(layers, 1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr("lobs.job.Job._measure", lambda self: self._gather() or exit())
+        with pytest.raises(SystemExit):
+            lobs.prune(model, batches(), 0.5, memory="50GB", resume=tmp_path / "work", progress=False)
+    monkeypatch.setattr("lobs.gather.passes", passes)
+    resumed = lobs.prune(model, batches(), 0.5, memory="50GB", resume=tmp_path / "work", progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+class WritesIntoItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        u = self.b(h)
+        g = torch.relu_(h)
+        return self.c(u + g + h)
+
+
+def test_what_a_step_writes_into_its_input_is_seen_on_disk_too(monkeypatch):
+    torch.manual_seed(0)
+    model, data = WritesIntoItsInput(), [torch.randn(50, 8) for _ in range(2)]
+    with pytest.raises(LobsError, match="going back through the network"):
+        lobs.prune(model, data, 0.5, progress=False)
+    target = Sparsity(0.5, scope="layer")
+    in_memory = lobs.prune(model, data, target, progress=False)
+    monkeypatch.setattr("lobs.streams._IN_MEMORY", 0)
+    monkeypatch.setattr("lobs.streams._WORTH_A_FILE", 0)
+    on_disk = lobs.prune(model, data, target, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(in_memory.model.parameters(), on_disk.model.parameters(), strict=True))
+
+
+def test_nearly_dead_inputs_of_a_wide_layer_get_no_enormous_weights(wide):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(40, 12)), torch.randn(300, 40)
+    x[:, ::5] *= 1e-6
+    for target in (lobs.NByM(2, 4), Sparsity(0.7)):
+        cut = lobs.prune(model, [x], target, progress=False)
+        assert float(cut.model[0].weight.detach().abs().max()) < 5
+
+
+def test_half_precision_does_not_overflow(wide):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 4)).half(), torch.randn(300, 6)
+    x[:, 1] = 2e-6 * x[:, 0] + 1e-9 * x[:, 1]
+    cut = lobs.prune(model, [x.half()], 0.5, solver="admm", progress=False)
+    assert bool(torch.isfinite(cut.model[0].weight).all())
+
+
+def test_error_budgets_hold_after_rounding(wide):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(60, 30)).bfloat16(), torch.randn(400, 60).bfloat16()
+    for epsilon in (0.003, 0.02, 0.2):
+        cut = lobs.prune(model, [x], lobs.ErrorBudget(epsilon, relative=True), progress=False)
+        assert cut.layers[0].kept == cut.layers[0].total or cut.layers[0].relative_error <= epsilon
+
+
+@pytest.mark.parametrize("inputs", ["dense", "asymmetric"])
+def test_a_wide_layer_that_is_left_alone_keeps_its_bits(wide, inputs):
+    model = network()
+    cut = lobs.prune(model, batches(), Sparsity({"0": 0.5}), inputs=inputs, progress=False)
+    assert torch.equal(cut.model[2].weight, model[2].weight) and torch.equal(cut.model[4].weight, model[4].weight)
+
+
+def test_many_tensors_aside_are_one_open_file():
+    shelf = memory.Shelf()
+    kept = [shelf.put(torch.full((3,), float(i))) for i in range(3000)]
+    assert all(float(item.load()[0]) == i for i, item in enumerate(kept))
+
+
+def test_forecasts_refuse_what_prune_refuses():
+    for wrong in ({"passes": 0}, {"inputs": "wet"}, {"solver": "magic"}):
+        with pytest.raises(LobsError):
+            lobs.forecast(network(), batches(), 0.5, **wrong)
+    with pytest.raises(LobsError):
+        lobs.forecast("network", batches(), 0.5)
+    with pytest.raises(LobsError):
+        lobs.forecast(network(), batches(), Sparsity({"nowhere": 0.5}))
+    with pytest.raises(LobsError, match="no calibration batches"):
+        lobs.forecast(network(), [], 0.5)
 
 
 PROMISE = """

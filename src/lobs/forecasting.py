@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -17,13 +18,15 @@ from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
 from lobs.layers import Layer
 from lobs.memory import spelled
+from lobs.observe import peak_bytes
 from lobs.problem import Solver
-from lobs.solvers import ADMM
+from lobs.solvers import ADMM, Auto, Columns
 from lobs.solvers.auto import seconds_of
 
 # Seconds per 10⁹ multiply-adds of a product on two cores, as in `solvers.auto`.
 _PRODUCT = 0.021
 _ROWS = 2**28  # bytes for the rows that are worked on together
+_SLACK = 1.02  # forecasts are not better than that
 
 
 @dataclass(frozen=True)
@@ -85,27 +88,34 @@ def forecast(
     inputs: str,
     shared: bool,
     rounds: int,
+    damped: bool = False,
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times."""
     sequential, moments = inputs != "dense", shared or inputs == "dense"
-    fixed = memory.resident() + _bytes(model)
+    forward, products, work = _looked_at(model, batches, layers)
+    fixed = (
+        memory.resident() + _bytes(model) + (3 if shared else 1) * work
+    )  # going back, the influence keeps what going forward drops
     fixed = max(crew().hear(fixed))  # processes must agree on what they do
     needs, masks = {}, 0
     for layer in layers:  # the masks of those before it are there when a layer is solved
-        needs[layer.name] = masks + solving_bytes(layer, sequential=sequential)
+        needs[layer.name] = masks + solving_bytes(layer, solver, sequential=sequential, damped=damped)
         masks += layer.weight.numel()
     widest = max(needs, key=lambda name: needs[name])
     limit = memory.limit()
     room = None if limit is None else limit - fixed
-    if room is not None and needs[widest] > room:
+    if room is not None and needs[widest] > _SLACK * room:
+        enough = spelled(1.01 * (fixed + needs[widest]))
         raise LobsError(
             f"memory={spelled(limit or 0)} is not enough: {spelled(fixed)} for what is there and the network's copy, "
-            f"{spelled(needs[widest])} for layer '{widest}'. Allow {spelled(fixed + needs[widest])}, or skip the layer."
+            f"{spelled(needs[widest])} for layer '{widest}'. Allow {enough}, or skip the layer."
         )
+    room = None if room is None else max(0.0, room - _ROWS)  # products and pieces of a pass
     groups = passes(layers, room) if moments else []
     together = max((sum(moment_bytes(layer) for layer in group) for group in groups), default=0)
     spilled = sum(map(moment_bytes, layers)) if limit is not None and moments else 0
-    stages = tuple(_stages(model, batches, layers, len(groups), solver, sequential=sequential, shared=shared, rounds=rounds))
+    rounds = rounds if shared else 1
+    stages = tuple(_stages(forward, products, layers, len(groups), solver, sequential=sequential, shared=shared, rounds=rounds))
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
@@ -119,19 +129,21 @@ def _bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in model.state_dict().values() if not is_lazy(t))
 
 
-def solving_bytes(layer: Layer, *, sequential: bool) -> int:
+def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: bool = False) -> int:
     """What calibrating and solving one layer takes at most, beside the networks."""
     d, weights = layer.columns + 1, layer.weight.numel()
-    if layer.groups == 1 and memory.lean(layer.columns):
+    if layer.groups == 1 and memory.lean(layer.columns) and not damped:
         directions = ADMM.bytes(layer.rows, d)
-        return _ROWS + (directions if memory.affords(directions) else 4 * d**2 + 9 * weights)
+        if isinstance(solver, Columns) or (isinstance(solver, Auto) and not memory.affords(directions)):
+            return _ROWS + 4 * d**2 + 9 * weights
+        return _ROWS + max(directions, 4 * d**2 + 56 * weights)
     # Sums, Ψ, its equilibrated form and that form's inverse; a second sum for two streams. Then a dozen forms of the weights.
-    return 8 * (5 + sequential) * layer.groups * d**2 + 48 * weights + _ROWS
+    return 8 * (5 + sequential) * layer.groups * d**2 + 56 * weights + _ROWS
 
 
 def _stages(
-    model: nn.Module,
-    batches: Iterable[Any],
+    forward: float,
+    products: float,
     layers: Sequence[Layer],
     groups: int,
     solver: Solver,
@@ -140,8 +152,6 @@ def _stages(
     shared: bool,
     rounds: int,
 ) -> Iterable[Stage]:
-    forward, products = _looked_at(model, batches, layers)
-    rounds = rounds if shared else 1
     yield Stage("count inputs", 1, forward)
     if groups:
         yield Stage("moments", groups, groups * forward + products)
@@ -155,15 +165,16 @@ def _stages(
     yield Stage("measure", 2, 2 * forward)
 
 
-def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> tuple[float, float]:
-    """Seconds of all batches forward, and of the products of all layers' moments."""
-    first = next(iter(batches), None)
-    if first is None:
-        raise LobsError("no calibration batches: the iterable was empty. A generator can be used only once.")
+def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> tuple[float, float, int]:
+    """Seconds of all batches forward and of the products of all layers' moments, and bytes that a batch takes on its way."""
+    first = list(islice(batches, 1))  # a process without data looks on
+    most = peak_bytes() or 0
     for _ in range(2):  # the first time also loads and compiles
+        before = memory.resident()
         began = time.perf_counter()
-        seen = collect(model, [first], layers, hollow=True)
+        seen = collect(model, first, layers, hollow=True)
         took = time.perf_counter() - began
-    count = length(batches) or sum(1 for _ in batches)
+    peak = peak_bytes() or 0
+    count = max(crew().hear(length(batches) or sum(1 for _ in batches)))
     madds = sum(seen.count(layer.name) * layer.groups * (layer.columns + 1) ** 2 for layer in layers)
-    return count * took, count * madds * _PRODUCT / 1e9
+    return count * took, count * madds * _PRODUCT / 1e9, max(0, peak - before) if peak > most else 0

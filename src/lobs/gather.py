@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -28,27 +29,34 @@ class Gathered(Calibration):
     layers: Mapping[str, Layer] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     room: float | None = None
-    shelf: dict[str, memory.Shelved] = field(default_factory=dict)
+    shelved: dict[str, memory.Shelved] = field(default_factory=dict)
     found: dict[str, Moments] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Moments:
         self.prepare()
         moments = self.found[name]
-        if name not in self.shelf:
+        if name not in self.shelved:
             return moments
         layer = self.layers[name]
-        parts = {**moments.packed(), "whole": self.shelf[name].load()}
+        parts = {**moments.packed(), "whole": self.shelved[name].load()}
         return Moments.unpacked(parts, bias=layer.bias is not None, device=layer.weight.device)
 
     def prepare(self) -> None:
         """Sum the moments of all layers that have none yet. All processes of a crew must do this together."""
         assert self.model is not None
+        shelf = memory.Shelf() if memory.limit() is not None else None
         for group in passes([self.layers[name] for name in self.moments if name not in self.found], self.room):
-            seen = collect(self.model, self.data, group, journal=self.journal, key=f"moments of {group[0].name}")
+            seen = collect(self.model, self.data, group, journal=self.journal, key=_key(group))
             for layer in group:
                 self.found[layer.name] = seen[layer.name]
-                if memory.limit() is not None:
-                    self.shelf[layer.name] = memory.Shelved(seen[layer.name].emptied())
+                if shelf is not None:
+                    self.shelved[layer.name] = shelf.put(seen[layer.name].emptied())
+
+
+def _key(group: Sequence[Layer]) -> str:
+    """What the journal calls a pass: by all its layers, since a run that goes on may have room for others."""
+    names = hashlib.sha256("\n".join(layer.name for layer in group).encode()).hexdigest()
+    return f"moments {names[:16]}"
 
 
 def gathered(

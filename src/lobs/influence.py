@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lobs.batches import told
 from lobs.calibrate import batch_size, call, evaluating, length, main_output
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
@@ -50,7 +51,8 @@ def output_influence(
             if not out.requires_grad:  # no layer has a say in it
                 continue
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
-            gradients = torch.autograd.grad(out, [z for _, z in probes], signs, allow_unused=True)
+            with told("going back through the network, as a budget for all of it needs (scope='layer' does not),"):
+                gradients = torch.autograd.grad(out, [z for _, z in probes], signs, allow_unused=True)
             for (layer, _), gradient in zip(probes, gradients, strict=True):
                 if gradient is not None:
                     total[layer.name] += layer.by_unit(gradient.to(torch.float64).square()).cpu()

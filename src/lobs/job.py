@@ -35,7 +35,7 @@ from lobs.settled import Settled
 from lobs.solvers import solve
 from lobs.statistics import Moments, PairedMoments
 from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
-from lobs.wide import aimed, in_own_units, wide_problem
+from lobs.wide import aimed, wide_problem
 
 Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
 Packed: TypeAlias = tuple[dict[str, Tensor], Any]
@@ -343,11 +343,10 @@ class Outcome:
         """Solve one layer."""
         began = time.perf_counter()
         with phase("solve", layer=layer.name):
-            # The user's mapping may leave a layer alone.
-            solution = solve(problem, "magnitude", 0.0) if target is None else solve(problem, self.job.solver, target)
-            largest = problem.largest_error_of(solution.weight)
-            if problem.units is not None:
-                solution = in_own_units(problem, solution, layer.weight.dtype)
+            if target is None:  # the user's mapping may leave a layer alone; it stays as it is, to the bit
+                solution = replace(solve(problem, "magnitude", 0.0), weight=self.job.dense(layer.name), error=0.0)
+            else:
+                solution = solve(problem, self.job.solver, target)
         result = LayerResult(
             name=layer.name,
             shape=tuple(layer.weight.shape),
@@ -361,7 +360,7 @@ class Outcome:
             parameters=layer.parameters(),
             sensitivity=_histogram(problem) if self.job.diagnostics else None,
         )
-        return Settled(solution, result, max(largest, solution.error))
+        return Settled(solution, result, solution.error + problem.hidden_error_of(solution.weight))
 
     def renew_norms(self) -> None:
         """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""

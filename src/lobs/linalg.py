@@ -178,14 +178,14 @@ def conjugate_gradients(
 def equilibrate(moment: Tensor, ridge: float) -> Tensor:
     """Bring a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq.
 
-    A dead column's scale is next to nothing, so that its weights go first and can still be told apart; ridge alone stands on
-    its diagonal. For matrices of which one more copy would not fit.
+    Columns that are dead or nearly so have a scale of a thousandth of the mean at least: their own energy then counts for less
+    than the ridge, and nobody gives them enormous weights. For matrices of which one more copy would not fit.
     """
-    energy = moment.diagonal().clamp_min(0.0)
-    nothing = 1e-6 * max(float(energy.max().sqrt()), 1e-24)
-    scale = torch.where(energy == 0, nothing, energy.sqrt())
+    energy = moment.diagonal().clamp_min(0.0).clone()
+    floor = max(1e-6 * float(energy.mean()), torch.finfo(moment.dtype).tiny)
+    scale = energy.clamp_min(floor).sqrt()
     moment.div_(scale).div_(scale.unsqueeze(1))
-    moment.diagonal().copy_(torch.where(energy == 0, ridge, 1 + ridge))
+    moment.diagonal().copy_(energy / scale.square() + ridge)
     return scale
 
 
@@ -217,7 +217,9 @@ def _factor_in_place(matrix: Tensor) -> Tensor:
     columns, info = matrix.mT, torch.empty((), dtype=torch.int32, device=matrix.device)
     torch.linalg.cholesky_ex(columns, out=(columns, info))
     if int(info) != 0:
-        raise ProblemError(f"a matrix of {len(matrix)} columns is not positive definite from column {int(info)} on.")
+        raise ProblemError(
+            f"a moment of {len(matrix)} columns is not positive definite from column {int(info)} on. Use more data, or damping."
+        )
     return columns
 
 

@@ -1,18 +1,20 @@
 """How much memory a run may take, and what steps aside when it is short.
 
 `limited(bytes)` sets the promise for everything inside; whoever is about to make something large asks `room()`, and large
-tensors go to files of their own (`Shelved`, `scratch`) where there is none. Resident memory is what counts, so files are read
+tensors go to files of their own (`Shelf`, `scratch`) where there is none. Resident memory is what counts, so files are read
 and written, not mapped: mapped pages would be resident too.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,12 @@ def parse(size: str | float) -> int:
 
 
 def spelled(count: float) -> str:
-    """Bytes in words: 8000000000 → "8.0 GB"."""
+    """Bytes in words: 8000000000 → "8.00 GB"."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.1f} GB"
+    return f"{count:.2f} GB"
 
 
 @contextmanager
@@ -110,25 +112,44 @@ def lean(columns: int) -> bool:
     return columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8)
 
 
-class Shelved:
-    """A tensor in an unnamed temporary file, which goes when this goes."""
+class Shelf:
+    """An unnamed temporary file for several tensors, which goes when the last of them goes."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        tensor = tensor.detach().cpu().contiguous()
-        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+    def __init__(self) -> None:
         with _one_line():
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as this lives
-            weakref.finalize(self, self._file.close)
+        weakref.finalize(self, self._file.close)
+
+    def put(self, tensor: Tensor) -> Shelved:
+        """Write a tensor down; it may be given up afterwards."""
+        tensor = tensor.detach().cpu().contiguous()
+        with _one_line():
+            start = self._file.seek(0, 2)
             self._file.write(_raw(tensor))
             self._file.flush()
+        return Shelved(self, start, tensor.dtype, tuple(tensor.shape))
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill a contiguous tensor from what stands at a place."""
+        with _one_line():
+            self._file.seek(start)
+            if self._file.readinto(_raw(out)) != out.numel() * out.element_size():
+                raise FileError("a temporary file has been cut short. Run again.")
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A tensor on a shelf."""
+
+    shelf: Shelf
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     def load(self, into: Tensor | None = None) -> Tensor:
         """Read it, into new memory or into a contiguous tensor of its size."""
         out = torch.empty(self.shape, dtype=self.dtype) if into is None else into
-        with _one_line():
-            self._file.seek(0)
-            if self._file.readinto(_raw(out)) != out.numel() * out.element_size():
-                raise FileError("a temporary file has been cut short. Run again.")
+        self.shelf.read(self.start, out)
         return out
 
 
@@ -143,7 +164,7 @@ def scratch(tensor: Tensor) -> Iterator[Callable[[], Tensor]]:
     if fits(size) or tensor.device.type != "cpu" or not tensor.is_contiguous():
         yield tensor.clone
         return
-    shelved = Shelved(tensor)
+    shelved = Shelf().put(tensor)
     try:
         yield lambda: shelved.load(into=tensor)
     finally:
@@ -160,7 +181,10 @@ def _one_line() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise FileError(
-            f"cannot put aside what does not fit into memory, in '{tempfile.gettempdir()}': {error.strerror or error}. "
-            f"Set TMPDIR to a folder with more room, or allow more memory."
-        ) from error
+        remedy = (
+            "Raise the number of open files (ulimit -n)"
+            if error.errno == errno.EMFILE
+            else "Set TMPDIR to a folder with more room, or allow more memory"
+        )
+        where = f"cannot put aside what does not fit into memory, in '{tempfile.gettempdir()}'"
+        raise FileError(f"{where}: {error.strerror or error}. {remedy}.") from error

@@ -92,9 +92,7 @@ def prune(
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
     """
     began = time.perf_counter()
-    if not isinstance(model, nn.Module):
-        raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
-    wanted = as_target(target)
+    wanted = _wanted(model, target, passes)
     inputs = _chosen_inputs(inputs, wanted)
     if isinstance(wanted, Budget) and wanted.max_drop is not None and evaluate is None:
         raise LobsError(
@@ -105,8 +103,6 @@ def prune(
     data = guarded(batches)
     found = find_layers(model, layers, skip)
     check_names(wanted, [layer.name for layer in found])
-    if not isinstance(passes, int) or passes < 1:
-        raise LobsError(f"passes is {passes}: it is a whole number, and the network must be pruned at least once.")
     if damping is not None and not (damping >= 0 and math.isfinite(damping)):
         raise LobsError(f"damping is {damping:g}: it must be finite and not negative; leave it out to have it chosen.")
     chosen = as_solver(solver)
@@ -131,7 +127,8 @@ def prune(
         journal = stack.enter_context(open_journal(resume, identity))
         room = None
         if limit is not None:
-            ahead = _forecast(model, data, found, chosen, inputs=inputs, shared=_shared(wanted), rounds=passes)
+            options: dict[str, Any] = {"shared": _shared(wanted), "rounds": passes, "damped": damping is not None}
+            ahead = _forecast(model, data, found, chosen, inputs=inputs, **options)
             tell("forecast", **ahead.as_dict())
             room = ahead.room
         # Where no budget is shared out by the dense network's error curves, its moments may never be wanted.
@@ -195,10 +192,19 @@ def forecast(
 
     Runs the network on one batch. With a limit of `memory` that cannot be kept it raises as `prune` would, and says what can.
     """
-    wanted, data, found = as_target(target), guarded(batches), find_layers(model, layers, skip)
+    wanted, data, found = _wanted(model, target, passes), guarded(batches), find_layers(model, layers, skip)
+    check_names(wanted, [layer.name for layer in found])
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
         options: dict[str, Any] = {"inputs": _chosen_inputs(inputs, wanted), "shared": _shared(wanted), "rounds": passes}
         return _forecast(model, data, found, as_solver(solver), **options)
+
+
+def _wanted(model: nn.Module, target: Target | float, passes: int) -> Target:
+    if not isinstance(model, nn.Module):
+        raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
+    if not isinstance(passes, int) or passes < 1:
+        raise LobsError(f"passes is {passes}: it is a whole number, and the network must be pruned at least once.")
+    return as_target(target)
 
 
 def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:

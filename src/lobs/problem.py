@@ -19,7 +19,7 @@ from lobs.errors import ProblemError, SolverError, TargetError
 from lobs.linalg import Metric, metrics
 from lobs.targets import Budget, ErrorBudget, Sparsity, Target
 
-_STRIP = 1024  # rows looked at together where a copy of the whole would be too large
+_STRIP = 2**23  # numbers looked at together where a copy of the whole would be too large
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,8 @@ class Problem:
         positions: how many columns in a row belong to one input channel: the size of a convolution's kernel.
         name: what messages call the layer.
         ridge: what every entry of Ψ's diagonal holds beside Ψ; it is taken off errors again. For moments too large to copy.
-        units: what the layer's own weights were multiplied by, column by column; `lobs.wide` takes it off solutions again.
+        units: what the layer's own weights were multiplied by, column by column; `solve` takes it off solutions again.
+        kind: the type of the layer's own weights, where these are of another.
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0]])
     >>> Problem(w, torch.eye(3)).error_of(torch.tensor([[0.0, 2.0, 3.0]]))
@@ -58,6 +59,7 @@ class Problem:
     curvature: Tensor | None = None
     ridge: float = 0.0
     units: Tensor | None = None
+    kind: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for part in ("weight", "moment", "mean", "row_weight", "curvature"):
@@ -123,8 +125,9 @@ class Problem:
         if float(psi.diagonal(dim1=-2, dim2=-1).min()) < 0:
             raise ProblemError(f"{self.name}: Ψ has a negative diagonal; it must be a mean of outer products.")
         largest = _largest(psi)
-        for start in range(0, psi.shape[-1], _STRIP):
-            strip = slice(start, start + _STRIP)
+        step = _strip(psi.shape[-1])
+        for start in range(0, psi.shape[-1], step):
+            strip = slice(start, start + step)
             if float((psi[..., strip, :] - psi[..., :, strip].mT).abs().amax()) > 1e-4 * largest:
                 raise ProblemError(f"{self.name}: Ψ is not symmetric. Pass Y Yᵀ / n.")
 
@@ -187,32 +190,66 @@ class Problem:
         return self._quadratic(self.weight)
 
     def error_of(self, weight: Tensor) -> float:
-        """E of any replacement weight, in float64."""
+        """E of any replacement for `weight`, in the same units, in float64."""
         return self._quadratic(weight, self.weight)
 
-    def largest_error_of(self, weight: Tensor) -> float:
-        """E plus what rounding may have hidden, because Ψ is a sum of float32 products: for bounds, which must hold.
+    def own_error_of(self, weight: Tensor) -> float:
+        """E of any replacement for the layer's own weights."""
+        return self.error_of(self._in_units(weight))
+
+    def hidden_error_of(self, weight: Tensor) -> float:
+        """How much of the layer's own weights' E rounding may have hidden, because Ψ is a sum of float32 products.
 
         Entries of Ψ are right to 1e-6 · √(Ψ_ii Ψ_jj), measured; so E is right to 1e-6 · Σ_rows (Σ_i |δ_i| √Ψ_ii)².
         """
         size = self.moment.diagonal(dim1=-2, dim2=-1).to(torch.float64).clamp_min(0.0).sqrt().unsqueeze(-1)
-        hidden = sum(float((d.abs() @ size).square().sum()) for d in _differences(weight, self.weight))
-        return self.error_of(weight) + 1e-6 * hidden
+        deltas = _differences(self._in_units(weight), self.weight)
+        return 1e-6 * sum(float((d.abs() @ size).square().sum()) for d in deltas)
+
+    def largest_error_of(self, weight: Tensor) -> float:
+        """E of the layer's own weights plus what rounding may have hidden: for bounds, which must hold."""
+        return self.own_error_of(weight) + self.hidden_error_of(weight)
+
+    def given_back(self, solution: Solution) -> Solution:
+        """A solution as weights of the layer itself, its error recomputed from the bits that the layer gets."""
+        if self.units is None:
+            return solution
+        most = torch.finfo(self.own_type).max
+        weight = solution.weight.div_(self.units).clamp_(-most, most).to(self.own_type)
+        return replace(solution, weight=weight, error=self.own_error_of(weight))
+
+    @property
+    def own_type(self) -> torch.dtype:
+        """The type of the layer's own weights."""
+        return self.kind or self.weight.dtype
+
+    def _in_units(self, weight: Tensor) -> Tensor:
+        return weight if self.units is None else weight.to(self.weight.dtype) * self.units
 
     def _quadratic(self, weight: Tensor, other: Tensor | None = None) -> float:
-        """tr(Δ Ψ Δᵀ), some rows at a time; a moment that is too large to copy stays in its own precision."""
-        whole = self.moment if self.ridge else self.moment.to(torch.float64)
+        """tr(Δ Ψ Δᵀ), some rows at a time; of a moment that is too large to copy some columns at a time."""
+        d = self.moment.shape[-1]
+        step = _strip(d) if self.ridge else d
         total = 0.0
         for delta in _differences(weight, other):
-            image = (delta.to(whole) @ whole).to(torch.float64)
-            total += float((image * delta).sum()) - self.ridge * float(delta.square().sum())
+            for start in range(0, d, step):
+                part = self.moment[..., start : start + step].to(torch.float64)
+                total += float(((delta @ part) * delta[..., start : start + step]).sum())
+            if self.ridge:
+                total -= self.ridge * float(delta.square().sum())
         return max(0.0, total)
+
+
+def _strip(width: int) -> int:
+    """How many rows of so many numbers are looked at together."""
+    return max(1, _STRIP // max(1, width))
 
 
 def _differences(weight: Tensor, other: Tensor | None) -> Iterator[Tensor]:
     """Weights, less others where there are some, in float64 and strips of rows."""
-    rows = torch.split(weight, _STRIP, dim=-2)
-    others = rows if other is None else torch.split(other, _STRIP, dim=-2)
+    step = _strip(weight[..., 0, :].numel()) if weight.shape[-2] else 1
+    rows = torch.split(weight, step, dim=-2)
+    others = rows if other is None else torch.split(other, step, dim=-2)
     for some, away in zip(rows, others, strict=True):
         yield some.to(torch.float64) if other is None else some.to(torch.float64) - away.to(torch.float64)
 

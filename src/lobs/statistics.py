@@ -21,7 +21,7 @@ from lobs.layers import Layer
 _NARROW = 32  # columns below which float64 products are as fast
 _LEAST_ENERGY = 1e-30  # sums of squares below this have lost digits in float32
 _SYMMETRIC_FROM = 256  # columns from which computing only the upper blocks pays
-_STRIP = 1024  # rows of a moment that are worked on together
+_STRIP = 512  # rows of a moment that are worked on together
 
 
 class Moments:

@@ -54,7 +54,10 @@ def walk(
 
 def _within(part: _Part, known: Collection[str]) -> Iterator[tuple[Layer, PairedMoments | None]]:
     """Go through the layers of one part, those that are given the same input at once."""
-    for together in _sharing_inputs(part):
+    groups = _sharing_inputs(part)
+    if memory.limit() is not None:  # one run for each costs time, moments of several at once cost memory
+        groups = [[pair] for group in groups for pair in group]
+    for together in groups:
         wanted = [pair for pair in together if pair[0].name not in known]
         moments = {before.name: PairedMoments(before) for before, _ in wanted}
         with crew().agree(), track(f"inputs of {together[0][0].name}", None) as advance:
@@ -188,7 +191,7 @@ class _Steps:
         self.last_use = {source: i for i, node in enumerate(self.nodes) for source in node.all_input_nodes}
         left = memory.room()
         self.allowed = _IN_MEMORY if left is None else min(_IN_MEMORY, left // 4)
-        self.held = 0
+        self.held, self.shelf = 0, memory.Shelf()
         self.values = [self._start(batch) for batch in batches]
         self.done = 0
 
@@ -203,21 +206,27 @@ class _Steps:
             values = {n: given.get(n.target, n.args[0] if n.args else None) for n in holders}
             sides.append({n: v.to(self.device, copy=True) if isinstance(v, Tensor) else v for n, v in values.items()})
         if self.held + sum(map(_held, sides)) > self.allowed:
-            sides = [{n: _spilled(v) for n, v in values.items()} for values in sides]
+            sides = [{n: _spilled(v, self.shelf) for n, v in values.items()} for values in sides]
         self.held += sum(map(_held, sides))
         return sides
 
     def value(self, side: int, values: dict[fx.Node, Any], node: fx.Node) -> Any:
         """Run one step on one side of one batch."""
-        self.sides[side].env = {n: _loaded(values[n]) for n in node.all_input_nodes}
+        given = {n: _loaded(values[n]) for n in node.all_input_nodes}
+        before = {n: v._version for n, v in given.items() if isinstance(v, Tensor) and v is not values[n]}
+        self.sides[side].env = given
         with told(f"running step '{node.name}' of the network"):
-            return self.sides[side].run_node(node)
+            out = self.sides[side].run_node(node)
+        # What a step writes into its input, later steps must see there.
+        changed = {n: given[n] for n, version in before.items() if given[n]._version != version}
+        values.update({n: _spilled(v, memory.Shelf()) for n, v in changed.items()})
+        return out
 
     def advance(self, stop: int) -> None:
         """Run all steps before number `stop` for all batches on both sides."""
         ahead = range(self.done, stop)
         steps = [(i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")]
-        fresh = {n for _, n in steps}
+        fresh, shelf = {n for _, n in steps}, memory.Shelf()
         for batch in self.values:
             for side, values in enumerate(batch):
                 before = _held(values)
@@ -227,7 +236,7 @@ class _Steps:
                         if self.last_use[source] <= i:
                             values.pop(source, None)
                 if self.held + _held(values) - before > self.allowed:
-                    values.update({n: _spilled(values[n]) for n in fresh & values.keys()})
+                    values.update({n: _spilled(values[n], shelf) for n in fresh & values.keys()})
                 self.held += _held(values) - before
         self.done = max(self.done, stop)
 
@@ -271,10 +280,10 @@ def _traced(
     return [_Step(steps, number, found) for number, found in holding.items()]
 
 
-def _spilled(value: Any) -> Any:
-    """A tensor in a file of its own; what is small, or no tensor, stays."""
+def _spilled(value: Any, shelf: memory.Shelf) -> Any:
+    """A tensor in a file; what is small, or no tensor, stays."""
     worth = isinstance(value, Tensor) and value.device.type == "cpu" and _bytes(value) >= _WORTH_A_FILE
-    return memory.Shelved(value) if worth else value
+    return shelf.put(value) if worth else value
 
 
 def _loaded(value: Any) -> Any:

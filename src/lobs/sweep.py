@@ -84,7 +84,7 @@ def sweep(
 def _reusable(problem: Problem, solver: Solver) -> Callable[[Target], Solution]:
     if isinstance(solver, Exact):
         path = solver.path(problem)
-        return path.solve
+        return lambda target: problem.given_back(path.solve(target))
     return lambda target: solve(problem, solver, target)
 
 

@@ -138,12 +138,14 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
     findings = []
     for name, promised in recorded.items():
         problem = layer_problem(before[name], before[name].matrix(), calibration[name])
-        findings.append(_compare(name, promised, problem.error_of(after[name].matrix()), problem.energy))
+        weight = after[name].matrix()
+        hidden = problem.hidden_error_of(weight) if problem.units is not None else 0.0
+        findings.append(_compare(name, promised, problem.own_error_of(weight), problem.energy, hidden))
     return findings
 
 
-def _compare(name: str, promised: float, error: float, energy: float) -> Finding:
-    close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * energy
+def _compare(name: str, promised: float, error: float, energy: float, hidden: float = 0.0) -> Finding:
+    close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * energy + hidden
     return Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}")
 
 

@@ -2,7 +2,7 @@
 
 An ordinary problem keeps Ψ, its equilibrated form and that form's inverse, all in float64: 15 GB for the 25,088 columns of
 VGG-16's first fully-connected layer. Here the equilibrated form, 2.5 GB, is all there is. Weights come multiplied by √Ψ_qq, so
-that errors mean the same, and solutions go back by `in_own_units`.
+that errors mean the same; `solve` gives solutions in the layer's own units.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lobs import linalg, memory
-from lobs.problem import Problem, Solution
+from lobs.problem import Problem
 from lobs.statistics import Moments
 
 # Of every column's own energy: what float32 needs to factorise tens of thousands of columns that a few hundred samples span.
@@ -26,9 +26,11 @@ def wide_problem(dense: Tensor, moments: Moments, *, mine: bool, **settings: Any
     psi = moments.taken() if mine else moments.moment
     psi = psi.to(dense.device)
     scale = linalg.equilibrate(psi[0], RIDGE)
-    problem = Problem(dense.to(torch.float32) * scale, psi, samples=moments.count, ridge=RIDGE, units=scale, **settings)
-    # What the moment was made into is what solvers want of it.
-    ready = linalg.Metric(psi[0], torch.ones_like(scale), RIDGE, least=RIDGE / (1 + RIDGE))
+    weight, kind = dense.to(torch.float32) * scale, dense.dtype
+    problem = Problem(weight, psi, samples=moments.count, ridge=RIDGE, units=scale, kind=kind, **settings)
+    # What the moment was made into is what solvers want of it. λ is told in Ψ's units, as everywhere.
+    told = RIDGE * float(scale.square().mean())
+    ready = linalg.Metric(psi[0], torch.ones_like(scale), told, least=RIDGE / (1 + RIDGE))
     problem.__dict__["metrics"] = (ready,)
     return problem
 
@@ -41,10 +43,3 @@ def aimed(problem: Problem, missed: Tensor) -> Problem:
     moved = replace(problem, weight=problem.weight + shift.unsqueeze(0))
     moved.__dict__["metrics"] = problem.metrics
     return moved
-
-
-def in_own_units(problem: Problem, solution: Solution, dtype: torch.dtype) -> Solution:
-    """A wide problem's solution as weights of the layer, its error recomputed from the bits that the layer gets."""
-    assert problem.units is not None
-    weight = solution.weight.div_(problem.units).to(dtype)
-    return replace(solution, weight=weight, error=problem.error_of(weight.to(torch.float32) * problem.units))

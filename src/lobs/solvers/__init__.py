@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from lobs.errors import SolverError
@@ -13,7 +15,7 @@ from lobs.solvers.exact import DeletionPath, Exact
 from lobs.solvers.lobs import LOBS
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
-from lobs.targets import Target, as_target
+from lobs.targets import ErrorBudget, Target, as_target
 
 __all__ = ["ADMM", "LOBS", "SOLVERS", "Auto", "Columns", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]
 
@@ -55,7 +57,15 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
     wanted = as_target(target)
     if problem.prunable == 0:  # no rows, or nothing but biases: there is nothing to choose
         return finish(problem, problem.weight.to(torch.float64), torch.ones_like(problem.weight, dtype=torch.bool))
-    return chosen(problem, wanted)
+    found = problem.given_back(chosen(problem, wanted))
+    if problem.units is None or not isinstance(wanted, ErrorBudget):
+        return found
+    # A wide layer's weights are rounded to its own type after the choice, which may cost the last hundredth.
+    limit, epsilon = wanted.limit(problem.energy), float(wanted.epsilon)  # type: ignore[arg-type]  # one layer's is a number
+    while found.removed and found.error > limit:
+        epsilon *= 0.97
+        found = problem.given_back(chosen(problem, replace(wanted, epsilon=epsilon)))
+    return found
 
 
 def as_solver(solver: str | Solver) -> Solver:

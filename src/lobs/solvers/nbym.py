@@ -65,7 +65,7 @@ def _steadied(problem: Problem) -> Problem:
     Every group keeps its share, also where all its inputs are nearly dead: least squares would give those enormous weights
     for the last digits of the calibration data, and the first livelier sample would pay for it.
     """
-    if problem.damping is not None:
+    if problem.damping is not None or problem.units is not None:  # wide problems are steady from the start
         return problem
     energy = problem.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1)
     alive = energy[energy > 0]
