@@ -188,6 +188,14 @@ def test_several_processes_prune_as_one_does(yard, tmp_path, share, inputs, solv
         assert all(torch.equal(t, other[1][n]) for n, t in many[0][1].items())
 
 
+@pytest.mark.parametrize("inputs", ["dense", "asymmetric"])
+def test_processes_with_a_limit_of_memory_agree_even_if_one_has_no_data(yard, tmp_path, inputs):
+    shares, options = SHARES["one without"], {"inputs": inputs, "memory": "50GB"}
+    yard.send(1, [in_turn(shares)], tmp_path / "one", **options)
+    assert yard.codes(2, shares, tmp_path / "two", **options) == [0, 0]
+    assert_alike(masks(tmp_path / "one"), masks(tmp_path / "two.0"))
+
+
 @pytest.mark.parametrize(("solver", "pieces"), [("auto", 64), ("auto", 1), ("exact+refine", 1), ("admm", 1)])
 def test_rows_of_a_layer_are_shared_and_nothing_changes(yard, tmp_path, solver, pieces):
     shares, options = SHARES["even"], {"network": "wide", "solver": solver, "pieces": pieces, "passes": 1}
