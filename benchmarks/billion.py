@@ -1,7 +1,8 @@
-"""A billion weights in bounded memory: `python -m benchmarks.billion [--memory 8GB] [--layers 25] [--samples 512]`.
+"""A billion weights in bounded memory: `python -m benchmarks.billion [--memory 8GB] [--layers 27] [--samples 512]`.
 
 A synthetic stack in bfloat16, a layer of 25,088 columns in front and square ones of 6,144 behind it, random weights and inputs
 (cost does not depend on them), pruned to one tenth by the quickest wide solver. Prints the forecast, the peak and the time.
+`--shapes` only predicts, by the same cost model, what transformers of 7 and 70 billion weights would take.
 """
 
 from __future__ import annotations
@@ -16,6 +17,22 @@ import lobs
 from lobs import Sparsity
 from lobs.memory import spelled
 from lobs.observe import peak_bytes
+from lobs.solvers.auto import seconds_of
+
+# Rows, columns and how many of each in a block; blocks.
+SHAPES = {
+    "7 B (width 4,096, inner 11,008)": ([(4096, 4096, 4), (11008, 4096, 2), (4096, 11008, 1)], 32),
+    "70 B (width 8,192, inner 28,672)": ([(8192, 8192, 2), (1024, 8192, 2), (28672, 8192, 2), (8192, 28672, 1)], 80),
+}
+
+
+def predict(steps: int) -> None:
+    """Solving time on two cores and memory of one process, with the whole network and its copy in bfloat16."""
+    for name, (block, blocks) in SHAPES.items():
+        weights = blocks * sum(rows * d * count for rows, d, count in block)
+        seconds = blocks * sum(count * seconds_of(lobs.Columns(steps=steps), 1, rows, d) for rows, d, count in block)
+        work = max(4 * d**2 + 9 * rows * d for rows, d, _ in block)
+        print(f"{name}: {weights:,} weights, {seconds / 3600:.1f} h, {spelled(5 * weights + work)}")
 
 
 def stack(columns: int, width: int, layers: int) -> nn.Sequential:
@@ -39,7 +56,11 @@ def main() -> None:
     parser.add_argument("--inputs", default="dense")
     parser.add_argument("--steps", type=int, default=3, help="of conjugate gradients after the pass over the columns")
     parser.add_argument("--log", help="where to write what happened when")
+    parser.add_argument("--shapes", action="store_true")
     given = parser.parse_args()
+    if given.shapes:
+        predict(given.steps)
+        return
     torch.manual_seed(0)
     model = stack(given.columns, given.width, given.layers)
     data = [torch.randn(128, given.columns, dtype=torch.bfloat16) for _ in range(given.samples // 128)]
