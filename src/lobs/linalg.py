@@ -21,7 +21,7 @@ from lobs.errors import NumericalWarning, ProblemError
 # A column less than this share independent of the others is noise: moments are sums of float32 products.
 _LEAST_INDEPENDENT = 1e-7
 # Rows and columns from which a singular value decomposition takes minutes.
-_LARGE = 2048
+_LARGE = 1024
 # Columns that are collinear but nearly dead (an image's border) need next to nothing; a moment of few samples needs more.
 _LADDER = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
