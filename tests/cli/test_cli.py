@@ -284,4 +284,4 @@ def test_memory_that_is_not_enough_is_one_line():
 def test_memory_is_promised_and_the_plan_printed():
     code, out, err = run("prune", "lenet300", "--keep", "10%", "--samples", "500", "--memory", "2GB")
     assert code == 0, err
-    assert "of 2.0 GB" in out and "kept" in out
+    assert "of 2.00 GB" in out and "kept" in out
