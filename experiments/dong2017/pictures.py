@@ -13,6 +13,9 @@ _COLOURS = {
     "ApoZW": "#9467bd",
     "Random": "#8c8c8c",
     "Net-Trim": "#ff7f0e",
+    "auto, dense inputs": "#17becf",
+    "default": "#e377c2",
+    "auto, one budget": "#bcbd22",
 }
 
 
