@@ -333,6 +333,16 @@ def test_forecasts_refuse_what_prune_refuses():
         lobs.forecast(network(), [], 0.5)
 
 
+def test_forecasts_count_what_a_batch_takes_on_its_way():
+    model = nn.Sequential(nn.Linear(4, 2000), nn.ReLU(), nn.Linear(2000, 4))
+    few, many = ([torch.randn(n, 4)] for n in (10, 30_000))
+    target = Sparsity(0.5, scope="layer")
+    with torch.no_grad():
+        model(many[0])  # what was resident once must not hide it
+    apart = lobs.forecast(model, many, target).peak - lobs.forecast(model, few, target).peak
+    assert apart > 100e6
+
+
 PROMISE = """
 import resource, sys, torch, lobs
 from torch import nn

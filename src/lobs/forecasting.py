@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
+from threading import Event, Thread
 from typing import Any
 
 from torch import nn
@@ -18,7 +20,6 @@ from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
 from lobs.layers import Layer
 from lobs.memory import spelled
-from lobs.observe import peak_bytes
 from lobs.problem import Solver
 from lobs.solvers import ADMM, Auto, Columns
 from lobs.solvers.auto import seconds_of
@@ -168,13 +169,30 @@ def _stages(
 def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> tuple[float, float, int]:
     """Seconds of all batches forward and of the products of all layers' moments, and bytes that a batch takes on its way."""
     first = list(islice(batches, 1))  # a process without data looks on
-    most = peak_bytes() or 0
     for _ in range(2):  # the first time also loads and compiles
-        before = memory.resident()
         began = time.perf_counter()
-        seen = collect(model, first, layers, hollow=True)
+        with _watched() as most:
+            before = memory.resident()
+            seen = collect(model, first, layers, hollow=True)
         took = time.perf_counter() - began
-    peak = peak_bytes() or 0
     count = max(crew().hear(length(batches) or sum(1 for _ in batches)))
     madds = sum(seen.count(layer.name) * layer.groups * (layer.columns + 1) ** 2 for layer in layers)
-    return count * took, count * madds * _PRODUCT / 1e9, max(0, peak - before) if peak > most else 0
+    return count * took, count * madds * _PRODUCT / 1e9, max(0, most[0] - before)
+
+
+@contextmanager
+def _watched() -> Iterator[list[int]]:
+    """The most memory that is resident while this block runs: the process's own record may be an older one."""
+    most, done = [0], Event()
+
+    def look() -> None:
+        while not done.wait(0.002):
+            most[0] = max(most[0], memory.resident())
+
+    watcher = Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        watcher.join()
