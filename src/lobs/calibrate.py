@@ -137,7 +137,7 @@ def _joined(seen: Calibration, layers: Sequence[Layer], hollow: bool) -> Calibra
     moments, by_name = {}, {layer.name: layer for layer in layers}
     for name in dict.fromkeys(name for names, *_ in told for name in names):
         layer = by_name[name]
-        moments[name] = seen[name] if name in seen else empty_moments(layer, layer.weight.device, hollow)
+        moments[name] = seen[name] if name in seen else Moments.of(layer, layer.weight.device, hollow=hollow)
         moments[name].join()
     has_example = together.hear(seen.example is not None)
     example = None
@@ -172,11 +172,6 @@ def _taken_up(journal: Journal, key: str, layers: Sequence[Layer]) -> tuple[Cali
     record, example = saved.record, saved.state_dict.get("example")
     seen = Calibration(moments, record["samples"], example, shapes, record["batches"], tuple(record["outputs"]))
     return seen, record["complete"]
-
-
-def empty_moments(layer: Layer, device: torch.device, hollow: bool = False) -> Moments:
-    """Where a layer's inputs are to be summed."""
-    return Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=device, hollow=hollow)
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -255,7 +250,7 @@ def _watching(layers: Sequence[Layer], moments: dict[str, Moments], hollow: bool
     def watch(layer: Layer) -> Handle:
         def count(x: Tensor) -> None:
             if layer.name not in moments:
-                moments[layer.name] = empty_moments(layer, x.device, hollow)
+                moments[layer.name] = Moments.of(layer, x.device, hollow=hollow)
             for piece in layer.patches(x.detach()):
                 moments[layer.name].add(piece)
 

@@ -22,10 +22,8 @@ from lobs.layers import Layer
 from lobs.memory import spelled
 from lobs.problem import Solver
 from lobs.solvers import ADMM, Auto, Columns
-from lobs.solvers.auto import seconds_of
+from lobs.solvers.auto import PRODUCT, seconds_of
 
-# Seconds per 10⁹ multiply-adds of a product on two cores, as in `solvers.auto`.
-_PRODUCT = 0.021
 _ROWS = 2**28  # bytes for the rows that are worked on together
 _SLACK = 1.02  # forecasts are not better than that
 
@@ -94,9 +92,9 @@ def forecast(
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times."""
     sequential, moments = inputs != "dense", shared or inputs == "dense"
     forward, products, work = _looked_at(model, batches, layers)
-    fixed = (
-        memory.resident() + _bytes(model) + (3 if shared else 1) * work
-    )  # going back, the influence keeps what going forward drops
+    # Going back, the influence keeps what going forward drops.
+    on_the_way = (3 if shared else 1) * work
+    fixed = memory.resident() + network_bytes(model) + on_the_way
     fixed = max(crew().hear(fixed))  # processes must agree on what they do
     needs, masks = {}, 0
     for layer in layers:  # the masks of those before it are there when a layer is solved
@@ -123,17 +121,18 @@ def forecast(
 
 def taken_in_the_end(model: nn.Module, layers: Sequence[Layer]) -> int:
     """Bytes of a network, its pruned copy and the masks."""
-    return 2 * _bytes(model) + sum(layer.weight.numel() for layer in layers)
+    return 2 * network_bytes(model) + sum(layer.weight.numel() for layer in layers)
 
 
-def _bytes(model: nn.Module) -> int:
+def network_bytes(model: nn.Module) -> int:
+    """Bytes of all of a network's tensors."""
     return sum(t.numel() * t.element_size() for t in model.state_dict().values() if not is_lazy(t))
 
 
 def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: bool = False) -> int:
     """What calibrating and solving one layer takes at most, beside the networks."""
     d, weights = layer.columns + 1, layer.weight.numel()
-    if layer.groups == 1 and memory.lean(layer.columns) and not damped:
+    if memory.lean(layer.groups, layer.columns) and not damped:
         directions = ADMM.bytes(layer.rows, d)
         if isinstance(solver, Columns) or (isinstance(solver, Auto) and not memory.affords(directions)):
             return _ROWS + 4 * d**2 + 9 * weights
@@ -158,9 +157,8 @@ def _stages(
         yield Stage("moments", groups, groups * forward + products)
     if shared:
         yield Stage("influence", rounds, 3 * rounds * forward)
-    solving = 0.0
-    for layer in layers:
-        solving += seconds_of(solver, layer.groups, layer.groups * layer.rows, layer.columns + 1)
+    shapes = [(layer.groups, layer.groups * layer.rows, layer.columns + 1) for layer in layers]
+    solving = sum(seconds_of(solver, *shape) for shape in shapes)
     walks = rounds * (2 * forward + 2 * products) if sequential else 0.0
     yield Stage("prune", 2 * rounds if sequential else 0, walks + rounds * solving)
     yield Stage("measure", 2, 2 * forward)
@@ -177,7 +175,7 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
         took = time.perf_counter() - began
     count = max(crew().hear(length(batches) or sum(1 for _ in batches)))
     madds = sum(seen.count(layer.name) * layer.groups * (layer.columns + 1) ** 2 for layer in layers)
-    return count * took, count * madds * _PRODUCT / 1e9, max(0, most[0] - before)
+    return count * took, count * madds * PRODUCT / 1e9, max(0, most[0] - before)
 
 
 @contextmanager

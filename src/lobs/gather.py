@@ -44,8 +44,9 @@ class Gathered(Calibration):
     def prepare(self) -> None:
         """Sum the moments of all layers that have none yet. All processes of a crew must do this together."""
         assert self.model is not None
-        shelf = memory.Shelf() if memory.limit() is not None else None
-        for group in passes([self.layers[name] for name in self.moments if name not in self.found], self.room):
+        missing = [self.layers[name] for name in self.moments if name not in self.found]
+        shelf = memory.Shelf() if missing and memory.limit() is not None else None
+        for group in passes(missing, self.room):
             seen = collect(self.model, self.data, group, journal=self.journal, key=_key(group))
             for layer in group:
                 self.found[layer.name] = seen[layer.name]
@@ -86,5 +87,4 @@ def passes(layers: Sequence[Layer], room: float | None) -> list[list[Layer]]:
 
 def moment_bytes(layer: Layer) -> int:
     """What the moments of a layer's inputs take while they are summed."""
-    wide = layer.groups == 1 and memory.lean(layer.columns)
-    return layer.groups * (layer.columns + 1) ** 2 * (4 if wide else 8)
+    return layer.groups * (layer.columns + 1) ** 2 * (4 if memory.lean(layer.groups, layer.columns) else 8)

@@ -20,6 +20,7 @@ from lobs.calibrate import Calibration, collect
 from lobs.curvature import fisher_diagonal
 from lobs.distributed import ALONE, crew, working
 from lobs.errors import LobsError
+from lobs.forecasting import network_bytes
 from lobs.gather import Gathered, gathered
 from lobs.influence import output_influence
 from lobs.journal import Journal
@@ -242,8 +243,7 @@ class Job:
 
     def _bytes(self) -> float:
         """All tensors, and a bit for every prunable weight."""
-        everything = sum(int(t.numel() * t.element_size()) for t in self.model.state_dict().values())
-        return float(everything + sum(-(-n // 8) for n in self.prunable.values()))
+        return float(network_bytes(self.model) + sum(-(-n // 8) for n in self.prunable.values()))
 
     def _flops_each(self) -> dict[str, float]:
         seen, samples = self.calibration, self.calibration.samples

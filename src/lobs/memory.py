@@ -102,14 +102,14 @@ def fits(count: float) -> bool:
 _WIDE = 8192
 
 
-def lean(columns: int) -> bool:
-    """Must a moment this wide be kept once, in single precision?
+def lean(groups: int, columns: int) -> bool:
+    """Must the moment of a layer this wide be kept once, in single precision?
 
     From 8,192 columns on; where memory is limited, from where six copies in double precision would take an eighth of it.
     Decided by the limit, not by what is free at the moment: the same run must give the same bits.
     """
     promised = limit()
-    return columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8)
+    return groups == 1 and (columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8))
 
 
 class Shelf:

@@ -31,11 +31,16 @@ class Moments:
         self, groups: int, columns: int, *, bias: bool, device: torch.device | None = None, hollow: bool = False
     ) -> None:
         self.bias, self.count, self.hollow = bias, 0, hollow
-        self.lean = groups == 1 and memory.lean(columns)
+        self.lean = memory.lean(groups, columns)
         kind = torch.float32 if self.lean else torch.float64
         size = 0 if hollow else columns + bias  # with room for the constant-1 column, so that no copy need be made for it
         self._whole = torch.zeros(groups, size, size, dtype=kind, device=device)
         self._sum = torch.zeros(groups, columns, dtype=torch.float64, device=device)
+
+    @classmethod
+    def of(cls, layer: Layer, device: torch.device, *, hollow: bool = False) -> Moments:
+        """Where a layer's inputs are to be summed."""
+        return cls(layer.groups, layer.columns, bias=layer.bias is not None, device=device, hollow=hollow)
 
     @property
     def _outer(self) -> Tensor:
@@ -143,7 +148,7 @@ class PairedMoments:
     """
 
     def __init__(self, layer: Layer) -> None:
-        self.pruned = Moments(layer.groups, layer.columns, bias=layer.bias is not None, device=layer.weight.device)
+        self.pruned = Moments.of(layer, layer.weight.device)
         lines = layer.rows if self.pruned.lean else layer.columns
         self._outer = self.pruned._whole.new_zeros(layer.groups, lines, layer.columns)
         self._sum = torch.zeros(layer.groups, lines, dtype=torch.float64, device=layer.weight.device)

@@ -24,7 +24,7 @@ from lobs.targets import Block, NByM, Sparsity, Structured, Target
 
 # Seconds per 10⁹ multiply-adds on two cores, fitted by `python -m benchmarks.rivals --costs`; only their ratios matter here.
 _EXACT = 0.024
-_PRODUCT = 0.021
+PRODUCT = 0.021
 _FACTOR = 0.030
 # One round of swaps may cost so many times what finding the support has: very wide layers that keep much cannot have one.
 _DEAR = 1 / 8
@@ -88,11 +88,12 @@ def seconds_of(solver: Solver, groups: int, rows: int, d: int) -> float:
         case ADMM():
             return directions
         case Columns():
-            return (_FACTOR * groups * d**3 * 4 / 3 + _PRODUCT * (1 + solver.steps) * rows * d**2) / 1e9
-    start = min(greedy, 3 * directions) if greedy <= 3 * directions else directions
-    if greedy > 3 * directions and not memory.affords(ADMM.bytes(rows // groups, d)):
+            return (_FACTOR * groups * d**3 * 4 / 3 + PRODUCT * (1 + solver.steps) * rows * d**2) / 1e9
+    if greedy <= Auto.patience * directions:
+        return 2.5 * greedy  # with swaps and least squares
+    if not memory.affords(ADMM.bytes(rows // groups, d)):
         return seconds_of(Columns(), groups, rows, d)
-    return 2.5 * start  # with swaps and least squares
+    return 2.5 * directions
 
 
 def costs(problem: Problem) -> tuple[float, float]:
@@ -104,5 +105,5 @@ def costs_of(groups: int, rows: int, d: int) -> tuple[float, float]:
     """The same for a shape: rows of all groups, and columns."""
     admm = ADMM()
     greedy = _EXACT * rows * d**3 / 3e9
-    directions = admm.penalties * (_FACTOR * groups * d**3 / 2 + _PRODUCT * admm.steps * rows * d**2) / 1e9
+    directions = admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2) / 1e9
     return greedy, directions
