@@ -14,7 +14,7 @@ FLOORS = [
     {"errors", "__version__"},
     {"distributed", "observe", "memory"},
     {"progress"},
-    {"linalg", "targets", "holding", "files", "batches"},
+    {"linalg", "targets", "solution", "holding", "files", "batches"},
     {"problem", "layers", "compact", "callbacks", "adapters"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "journal", "resume"},
@@ -23,8 +23,9 @@ FLOORS = [
     {"chain", "allocate", "influence", "streams", "batchnorm", "shrinking", "curvature", "retraining"},
     {"bounds", "outlook", "surgery", "forecasting"},
     {"result"},
-    {"settled"},
+    {"settled", "bridge"},
     {"job"},
+    {"outcome"},
     {"trials"},
     {"pipeline"},
     {"sweep", "verify", "report", "runtime", "export", "stages"},
@@ -33,7 +34,19 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-MATH_BANK = {"linalg", "targets", "problem", "scores", "masks", "ledger", "kernels", "solvers", "allocate", "outlook"}
+MATH_BANK = {
+    "linalg",
+    "targets",
+    "solution",
+    "problem",
+    "scores",
+    "masks",
+    "ledger",
+    "kernels",
+    "solvers",
+    "allocate",
+    "outlook",
+}
 FLOOR_OF = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

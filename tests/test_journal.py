@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lobs
-from lobs import Budget, LobsError, Sparsity, job
+from lobs import Budget, LobsError, Sparsity, outcome
 from lobs.journal import Journal, open_journal
 
 # One process that has everything loaded; its children do the work and are killed, whenever they have written a little more.
@@ -112,7 +112,7 @@ class Interrupt(BaseException):
 @pytest.mark.parametrize("inputs", ["asymmetric", "pruned", "dense"])
 @pytest.mark.parametrize("target", [0.6, Sparsity(0.5, scope="layer"), Budget(max_drop=0.5)], ids=["shared", "each", "drop"])
 def test_work_that_was_done_is_not_done_again(tmp_path, monkeypatch, inputs, target):
-    solve = job.solve
+    solve = outcome.solve
     solved, stop = [], None
 
     def counting(problem, *rest):
@@ -121,7 +121,7 @@ def test_work_that_was_done_is_not_done_again(tmp_path, monkeypatch, inputs, tar
         solved.append(problem.name)
         return solve(problem, *rest)
 
-    monkeypatch.setattr("lobs.job.solve", counting)
+    monkeypatch.setattr("lobs.outcome.solve", counting)
     run = lambda **options: lobs.prune(  # noqa: E731
         network(), data(), target, inputs=inputs, progress=False, evaluate=score, **options
     )

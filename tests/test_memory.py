@@ -10,8 +10,8 @@ from torch import nn
 
 import lobs
 from lobs import LobsError, Sparsity, linalg, memory
+from lobs.bridge import asymmetric_problem, layer_problem
 from lobs.gather import passes
-from lobs.job import asymmetric_problem, layer_problem
 from lobs.layers import find_layers
 from lobs.statistics import Moments, PairedMoments
 from lobs.sweep import sweep
@@ -250,7 +250,7 @@ def test_a_run_with_other_room_takes_up_the_journal(tmp_path, monkeypatch):
     whole = lobs.prune(model, batches(), 0.5, memory="50GB", progress=False)
     monkeypatch.setattr("lobs.gather.passes", lambda layers, _: passes(layers, 1.0))
     with monkeypatch.context() as patch:
-        patch.setattr("lobs.job.Job._measure", lambda self: self._gather() or exit())
+        patch.setattr("lobs.job.Job._measure", lambda self: self.gather() or exit())
         with pytest.raises(SystemExit):
             lobs.prune(model, batches(), 0.5, memory="50GB", resume=tmp_path / "work", progress=False)
     monkeypatch.setattr("lobs.gather.passes", passes)

@@ -8,8 +8,8 @@ from torch import nn
 
 import lobs
 from lobs import streams
+from lobs.bridge import asymmetric_problem, layer_problem
 from lobs.calibrate import collect
-from lobs.job import asymmetric_problem, layer_problem
 from lobs.layers import find_layers
 
 
@@ -108,7 +108,7 @@ def test_the_users_batches_are_not_written_into():
 
 
 def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
-    monkeypatch.setattr("lobs.job._TETHER", 1e-9)
+    monkeypatch.setattr("lobs.bridge._TETHER", 1e-9)
     layer = find_layers(nn.Sequential(nn.Linear(5, 3)).double())[0]
     x = torch.randn(300, 5, dtype=torch.float64)
     x_hat = x @ torch.randn(5, 5, dtype=torch.float64) + 0.3 * torch.randn(300, 5, dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
 from lobs import Problem, collect, scores
-from lobs.job import layer_problem
+from lobs.bridge import layer_problem
 from lobs.layers import find_layers
 from lobs.masks import removal_order
 from lobs.solvers import Exact

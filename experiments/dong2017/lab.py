@@ -22,7 +22,7 @@ from lobs.zoo.training import error_rate
 
 HERE = Path(__file__).parent
 # Training images for calibration. A convolution sees each in tens to hundreds of patches, so that fewer do.
-CALIBRATION = {"lenet300": 60_000, "lenet5": 10_000, "cifarnet": 5_000}
+CALIBRATION = {"lenet300": 60_000, "lenet5": 10_000, "cifarnet": 20_000}
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ _NOTES = """## How to read it, and where it differs
 - **CIFAR-Net** is not the recipe of `lobs train cifarnet` to the letter: its training was interrupted, ran 12 epochs of it and ended with 1,559 steps
   whose rate falls linearly to zero. Its dense error is 3 points below the paper's, and what 9 % costs it (4.2 points with the defaults) is more than
   the paper loses (2.75) from a worse network.
-- **Calibration** takes all 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 5,000 for CIFAR-Net; `samples` in a result file says
+- **Calibration** takes all 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 20,000 for CIFAR-Net; `samples` in a result file says
   how many its row took.
 - **Light retraining** is Adam with a cosine rate, batches of 512, and the dense network's outputs in place of labels. The paper does not publish
   its settings; its "original learning rate" with labels is the row of that name and the retraining figure.

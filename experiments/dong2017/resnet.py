@@ -20,9 +20,9 @@ import lobs
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab
 from lobs import Problem, Sparsity, collect, solve, zoo
+from lobs.bridge import layer_problem
 from lobs.calibrate import evaluating
 from lobs.data import imagenet
-from lobs.job import layer_problem
 from lobs.layers import find_layers
 from lobs.solvers.exact import DeletionPath, Exact
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
 from lobs import Problem, collect, solve
-from lobs.job import layer_problem
+from lobs.bridge import layer_problem
 from lobs.layers import find_layers
 from lobs.solvers.nettrim import moment_bytes, net_trim, quadratic_form_bytes
 

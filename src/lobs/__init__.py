@@ -33,7 +33,7 @@ _HOMES = {
     "Structured": "lobs.targets",
     # one layer, bare tensors
     "Problem": "lobs.problem",
-    "Solution": "lobs.problem",
+    "Solution": "lobs.solution",
     "Solver": "lobs.problem",
     "solve": "lobs.solvers",
     "SOLVERS": "lobs.solvers",
@@ -187,11 +187,12 @@ if TYPE_CHECKING:
     from lobs.holding import Hold, apply_masks, hold
     from lobs.ledger import Certificate
     from lobs.pipeline import forecast, prune
-    from lobs.problem import Problem, Solution, Solver
+    from lobs.problem import Problem, Solver
     from lobs.result import LayerResult, Pruning
     from lobs.retraining import Retraining, Shuffled, distillation, retrain, sgd
     from lobs.runtime import Acceleration, accelerate
     from lobs.shrinking import Shrinkage, shrink
+    from lobs.solution import Solution
     from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Columns, Exact, Refine, Scored, solve
     from lobs.stages import Stage, iterate
     from lobs.surgery import Surgery, operate

@@ -23,6 +23,7 @@ from lobs.journal import fingerprint, open_journal
 from lobs.layers import find_layers
 from lobs.memory import limited, parse
 from lobs.observe import observed, peak_bytes, tell
+from lobs.outcome import run
 from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
@@ -141,13 +142,13 @@ def prune(
             assert evaluate is not None
             outcome, trials = search(job, wanted, wanted.max_drop, evaluate)
         else:
-            outcome = job.run(job.plan(wanted))
+            outcome = run(job, job.plan(wanted))
             if _shared(wanted):
                 for _ in range(passes - 1):
                     job.look_again(outcome.model)
-                    outcome = job.run(job.plan(wanted))
+                    outcome = run(job, job.plan(wanted))
         certificate = outcome.certify(held_out)
-        outlook = job.outlook(outcome)
+        outlook = job.outlook({name: solution.removed for name, solution in outcome.solutions.items()})
     if inplace:
         _write_back(outcome.model, model)
     said: dict[str, Any] = {

@@ -15,7 +15,7 @@ from lobs.batchnorm import BatchNormEffect
 from lobs.errors import FileError
 from lobs.ledger import Certificate
 from lobs.outlook import Outlook
-from lobs.problem import Solution
+from lobs.solution import Solution
 
 
 @dataclass(frozen=True)

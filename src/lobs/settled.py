@@ -9,8 +9,8 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from lobs.problem import Solution
 from lobs.result import LayerResult
+from lobs.solution import Solution
 
 _TENSORS = ("weight", "mask", "curve")
 

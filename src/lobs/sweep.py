@@ -13,12 +13,13 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
+from lobs.bridge import layer_problem
 from lobs.calibrate import collect
 from lobs.errors import TargetError
-from lobs.job import layer_problem
 from lobs.layers import find_layers
-from lobs.problem import Problem, Solution, Solver
+from lobs.problem import Problem, Solver
 from lobs.progress import shown, track
+from lobs.solution import Solution
 from lobs.solvers import Exact, as_solver, solve
 from lobs.targets import ErrorBudget, Sparsity, Target
 

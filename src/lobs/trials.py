@@ -12,8 +12,9 @@ from torch import nn
 from lobs.batches import told
 from lobs.distributed import crew
 from lobs.errors import LobsError
-from lobs.job import Job, Outcome
+from lobs.job import Job
 from lobs.journal import Journal
+from lobs.outcome import Outcome, run
 from lobs.progress import track
 from lobs.targets import Budget, removable
 
@@ -47,7 +48,7 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             # The first look guesses where most networks break; the others halve what is left.
             middle = max(low, high + math.log(0.1)) if look == 0 else (low + high) / 2
             kept = min(max(1, total - most, round(math.exp(middle))), total - forced)
-            outcome = job.run(job.shared(budget, total - kept))
+            outcome = run(job, job.shared(budget, total - kept))
             score = _score(evaluate, outcome.model, job.journal, f"run {outcome.number} score")
             trials.append(Trial(kept, score, dense - score))
             if dense - score <= max_drop:
@@ -57,7 +58,7 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             advance(1)
             if high - low < math.log(1.03):
                 break
-    return best or job.run(job.shared(budget, forced)), trials
+    return best or run(job, job.shared(budget, forced)), trials
 
 
 def _score(evaluate: Evaluate, model: nn.Module, journal: Journal, key: str) -> float:

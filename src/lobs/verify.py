@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lobs.batchnorm import borrow_statistics
 from lobs.bounds import distances
+from lobs.bridge import layer_problem
 from lobs.calibrate import collect
 from lobs.checkpoint import Checkpoint
 from lobs.errors import FileError, TargetError
-from lobs.job import layer_problem
 from lobs.layers import Layer, find_layers
 from lobs.masks import broken_groups
 from lobs.statistics import Moments

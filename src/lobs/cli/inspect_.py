@@ -57,7 +57,7 @@ def inspect(
 def _row(layer: Any, moments: Any) -> dict[str, Any]:
     import torch
 
-    from lobs.job import layer_problem, sensitivities
+    from lobs.bridge import layer_problem, sensitivities
 
     values, damping = sensitivities(layer_problem(layer, layer.matrix(), moments))
     # torch.quantile takes at most 2²⁴ values: a regular sample of a large layer is as good.

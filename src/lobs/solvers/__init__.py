@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from lobs.errors import SolverError
-from lobs.problem import Problem, Solution, Solver, finish
+from lobs.problem import Problem, Solver, finish
+from lobs.solution import Solution
 from lobs.solvers.admm import ADMM
 from lobs.solvers.auto import Auto
 from lobs.solvers.columns import Columns

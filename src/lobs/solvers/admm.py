@@ -18,7 +18,8 @@ from torch import Tensor
 from lobs import linalg, memory
 from lobs.errors import SolverError
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution, choose_count
+from lobs.problem import Problem, choose_count
+from lobs.solution import Solution
 from lobs.solvers.support import on_support, stacked
 from lobs.targets import Target
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lobs import memory
-from lobs.problem import Problem, Solution, Solver
+from lobs.problem import Problem, Solver
+from lobs.solution import Solution
 from lobs.solvers.admm import ADMM
 from lobs.solvers.columns import Columns
 from lobs.solvers.exact import Exact

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lobs import linalg
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution
+from lobs.problem import Problem
 from lobs.progress import track
+from lobs.solution import Solution
 from lobs.solvers.support import on_support
 from lobs.targets import Block
 

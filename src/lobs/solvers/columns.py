@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lobs import linalg, memory
 from lobs.errors import SolverError
-from lobs.problem import Problem, Solution, choose_count, finish
+from lobs.problem import Problem, choose_count, finish
 from lobs.progress import track
+from lobs.solution import Solution
 from lobs.solvers.support import on_support, sweep_dtype
 from lobs.targets import Target
 

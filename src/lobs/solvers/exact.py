@@ -16,7 +16,8 @@ from torch import Tensor
 from lobs import kernels, linalg
 from lobs.distributed import crew
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution, choose_count
+from lobs.problem import Problem, choose_count
+from lobs.solution import Solution
 from lobs.solvers.blocks import solve_blocks
 from lobs.solvers.nbym import solve_nbym
 from lobs.solvers.structured import solve_structured

@@ -14,7 +14,8 @@ from torch import Tensor
 from lobs import linalg, scores
 from lobs.errors import SolverError
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution, choose_count, finish
+from lobs.problem import Problem, choose_count, finish
+from lobs.solution import Solution
 from lobs.targets import Target
 
 

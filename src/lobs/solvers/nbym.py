@@ -16,7 +16,8 @@ from torch import Tensor
 from lobs import kernels, linalg
 from lobs.kernels import Quota
 from lobs.linalg import Metric
-from lobs.problem import Problem, Solution
+from lobs.problem import Problem
+from lobs.solution import Solution
 from lobs.solvers.nbym_admm import Keeper, admm_mask
 from lobs.solvers.support import on_support, sweep_dtype
 from lobs.solvers.swaps import swap_within_groups

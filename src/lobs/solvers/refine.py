@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lobs.distributed import crew
 from lobs.errors import SolverError
-from lobs.problem import Problem, Solution, Solver, finish
+from lobs.problem import Problem, Solver, finish
+from lobs.solution import Solution
 from lobs.solvers.search import swap
 from lobs.solvers.support import on_support
 from lobs.targets import Pattern, Target

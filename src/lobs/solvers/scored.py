@@ -11,7 +11,8 @@ from torch import Tensor
 from lobs import scores
 from lobs.errors import SolverError
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution, choose_count, finish
+from lobs.problem import Problem, choose_count, finish
+from lobs.solution import Solution
 from lobs.solvers.nbym import largest_of_groups, quota_of
 from lobs.targets import NByM, Target
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from lobs.masks import mask_from_order, removal_order
-from lobs.problem import Problem, Solution
+from lobs.problem import Problem
+from lobs.solution import Solution
 from lobs.solvers.blocks import block_path
 from lobs.solvers.support import on_support
 from lobs.targets import Structured

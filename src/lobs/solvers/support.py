@@ -8,7 +8,8 @@ from torch import Tensor
 from lobs import linalg
 from lobs.distributed import crew
 from lobs.kernels.rows import blocks, by_rows, listed
-from lobs.problem import Problem, Solution, finish
+from lobs.problem import Problem, finish
+from lobs.solution import Solution
 
 # Below this independence float32 would lose the third digit of a loss; work then goes on in float64.
 _FLOAT32_SAFE = 1e-4

@@ -1,0 +1,207 @@
+"""A plan carried out: a copy of the network is pruned layer by layer, and what came of it is noted and measured."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lobs import bounds, memory, streams
+from lobs.batchnorm import BatchNormEffect, reestimate, statistics_of, take_up
+from lobs.bridge import asymmetric_problem, histogram
+from lobs.distributed import crew
+from lobs.errors import LobsError
+from lobs.job import Job, Packed
+from lobs.layers import Layer, find_layers
+from lobs.ledger import Certificate
+from lobs.masks import joined
+from lobs.observe import phase, tell
+from lobs.problem import Problem
+from lobs.progress import track
+from lobs.result import LayerResult
+from lobs.settled import Settled
+from lobs.solution import Solution
+from lobs.solvers import solve
+from lobs.statistics import PairedMoments
+from lobs.targets import Target
+
+
+def run(job: Job, plan: Mapping[str, Target | None]) -> Outcome:
+    """Prune a copy of a job's network, every layer by its own target, and re-estimate batch norms where that is wanted."""
+    job.runs += 1
+    outcome = Outcome(job, _copied(job.model), job.runs)
+    if job.inputs == "dense":
+        _prune_apart(outcome, plan)
+    else:
+        _prune_in_order(outcome, plan)
+    if job.batch_norm:
+        outcome.renew_norms()
+    return outcome
+
+
+def _prune_apart(outcome: Outcome, plan: Mapping[str, Target | None]) -> None:
+    """Every layer on what the dense network feeds it: no layer waits for another."""
+    job, twins = outcome.job, outcome.twins()
+    job.gather()
+    missing = [twins[name] for name in job.calibration if not outcome.known(twins[name])]
+
+    def work(layer: Layer) -> Packed:
+        return outcome.solved(layer, job.dense_problem(layer), plan[layer.name]).packed()
+
+    ahead = job.apart(missing, work, "prune")
+    with track("prune", len(job.layers)) as advance:
+        for name in job.calibration:
+            outcome.settle(twins[name], lambda: next(ahead))
+            advance(1)
+
+
+def _prune_in_order(outcome: Outcome, plan: Mapping[str, Target | None]) -> None:
+    """Every layer on what the pruned layers before it feed it."""
+    job, twins = outcome.job, outcome.twins()
+    before = {layer.name: layer for layer in job.layers}
+    # A layer that the target leaves alone stays as it is, to the bit.
+    pairs = [(before[name], twins[name]) for name in job.calibration if plan[name] is not None]
+    known = [layer.name for layer, _ in pairs if outcome.known(layer)]
+    for layer, moments in streams.walk(job.model, outcome.model, job.batches, pairs, known):
+        outcome.settle(layer, partial(_solve_in_order, outcome, layer, moments, plan[layer.name]))
+    for name in job.calibration:
+        if plan[name] is None:
+            problem = job.dense_problem(twins[name])
+            outcome.settle(twins[name], lambda: outcome.solved(twins[name], problem, None).packed())  # noqa: B023
+
+
+def _solve_in_order(outcome: Outcome, layer: Layer, moments: PairedMoments | None, target: Target | None) -> Packed:
+    job = outcome.job
+    assert moments is not None  # only layers that the journal knows come without
+    missed = moments.missed(job.dense(layer.name)) if job.inputs == "asymmetric" else None
+    problem = job.problem(layer, moments.pruned, mine=True)
+    if missed is not None:
+        problem = asymmetric_problem(problem, missed)
+    # All processes have solved the same problem; the leader's answer makes sure that they go on with the same bits.
+    return crew().give(*outcome.solved(layer, problem, target).packed())
+
+
+@dataclass
+class Outcome:
+    """One pruned network and what came of its layers."""
+
+    job: Job
+    model: nn.Module
+    number: int = 1
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    results: dict[str, LayerResult] = field(default_factory=dict)
+    solutions: dict[str, Solution] = field(default_factory=dict)
+    largest_errors: dict[str, float] = field(default_factory=dict)
+    norms: BatchNormEffect | None = None
+
+    def twins(self) -> dict[str, Layer]:
+        """The layers of the pruned network by name."""
+        return {layer.name: layer for layer in find_layers(self.model, [layer.name for layer in self.job.layers])}
+
+    def known(self, layer: Layer) -> bool:
+        """Has an earlier, interrupted run settled this layer?"""
+        return self.job.journal.has(self._key(layer))
+
+    def _key(self, layer: Layer) -> str:
+        return f"run {self.number} layer {layer.name}"
+
+    def settle(self, layer: Layer, solve: Callable[[], Packed]) -> None:
+        """Write one layer, as the journal has it or as it is solved now, and note what happened."""
+        saved = self.job.journal.read(self._key(layer))
+        packed: Packed = solve() if saved is None else (saved.state_dict, saved.record)
+        if saved is None:
+            self.job.journal.write(self._key(layer), *packed)
+        done = Settled.unpacked(packed[0], packed[1], layer.weight)
+        tell("layer", layer=layer.name, kept=done.result.kept, error=done.result.error, found_done=saved is not None)
+        layer.write(done.solution.weight)
+        self.solutions[layer.name] = done.solution if memory.limit() is None else done.solution.without_tensors()
+        self.largest_errors[layer.name] = done.largest_error
+        self.masks = joined(self.masks, layer.masks(done.solution.mask))
+        self.results[layer.name] = done.result
+
+    def solved(self, layer: Layer, problem: Problem, target: Target | None) -> Settled:
+        """Solve one layer."""
+        began = time.perf_counter()
+        with phase("solve", layer=layer.name):
+            if target is None:  # the user's mapping may leave a layer alone; it stays as it is, to the bit
+                solution = replace(solve(problem, "magnitude", 0.0), weight=self.job.dense(layer.name), error=0.0)
+            else:
+                solution = solve(problem, self.job.solver, target)
+        result = LayerResult(
+            name=layer.name,
+            shape=tuple(layer.weight.shape),
+            kept=solution.kept,
+            total=solution.prunable,
+            error=solution.error,
+            relative_error=solution.relative_error,
+            damping=solution.damping,
+            seconds=time.perf_counter() - began,
+            samples=problem.samples or 0,
+            parameters=layer.parameters(),
+            sensitivity=histogram(problem) if self.job.diagnostics else None,
+        )
+        return Settled(solution, result, solution.error + problem.hidden_error_of(solution.weight))
+
+    def renew_norms(self) -> None:
+        """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""
+        job, key = self.job, f"run {self.number} norms"
+        names = [name for name, solution in self.solutions.items() if solution.removed]
+        saved = job.journal.read(key)
+        if saved is not None:
+            self.norms = take_up(self.model, saved.state_dict, saved.record["effect"])
+        elif names:
+            self.norms = reestimate(
+                self.model,
+                find_layers(self.model, names),
+                job.batches,
+                lambda: bounds.deviation(job.model, self.model, job.batches, job.calibration.samples),
+            )
+            job.journal.write(key, statistics_of(self.model), {"effect": self.norms and asdict(self.norms)})
+
+    def certify(self, held_out: Iterable[Any] | None) -> Certificate:
+        """The bound beside what is measured.
+
+        With asymmetric inputs a layer's error is the distance between its outputs in the two networks, which is measured
+        here, after the fact: it holds what reached the layer as well as what the layer added or mended.
+        """
+        job = self.job
+        if job.inputs != "asymmetric":
+            return bounds.certificate(
+                job.model,
+                self.model,
+                job.calibration,
+                bounds.layer_errors(self.largest_errors, job.calibration),
+                batches=job.batches,
+                held_out=held_out,
+                dense_gains={name: job.dense(name) for name in job.calibration} if job.inputs == "pruned" else None,
+            )
+        twins = self.twins()
+        pairs = [(layer, twins[layer.name]) for layer in job.layers]
+        apart = bounds.distances(job.model, self.model, job.batches, pairs, job.calibration.samples)
+        errors = {}
+        for name, (error, energy, count) in apart.layers.items():
+            relative = math.sqrt(error / energy) if energy else (math.inf if error else 0.0)
+            self.results[name] = replace(self.results[name], error=error / max(1, count), relative_error=relative)
+            # Outputs are right to float32's last digit; the bound must hold all the same.
+            errors[name] = math.sqrt(error / job.calibration.samples) + 1e-6 * math.sqrt(energy / job.calibration.samples)
+        return bounds.certificate(
+            job.model, self.model, job.calibration, errors,
+            batches=job.batches, held_out=held_out, measured=apart.output, absorbed=True,
+        )  # fmt: skip
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # networks may hold what cannot be copied: locks, open files, tensors with a history
+        text = " ".join(str(error).split())
+        raise LobsError(
+            f"the network cannot be copied ({type(error).__name__}: {text}), and solving happens on a copy. Take out of it "
+            f"what is no module, parameter or plain value."
+        ) from error
