@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lobs import linalg
+from lobs import Problem, linalg, solve
 from lobs.errors import NumericalWarning, ProblemError
 from tests.conftest import make_moment
 
@@ -39,7 +40,34 @@ def test_singular_moment_is_damped_and_announced():
     samples = torch.randn(5, 12, dtype=torch.float64)
     with pytest.warns(NumericalWarning, match=r"layer 'fc': its input moment Ψ is singular \(rank 5 of 12; 5 samples\)"):
         metric = linalg.metric(samples.T @ samples / 5, name="layer 'fc'", samples=5)
-    assert 0 < metric.damping < 1e-4
+    assert metric.damping == pytest.approx(linalg.few_samples(12, 5) * float((samples.T @ samples / 5).diagonal().mean()))
+    with pytest.warns(NumericalWarning, match=r"rank 5 of 12"):
+        assert 0 < linalg.metric(samples.T @ samples / 5).damping < 1e-4
+
+
+def test_few_samples_are_damped_the_more_the_fewer_and_enough_not_at_all():
+    shares = [linalg.few_samples(100, n) for n in (1, 10, 50, 100, 500, 999)]
+    assert shares == sorted(shares, reverse=True) and shares[0] <= 0.3 and shares[-1] > 0
+    assert linalg.few_samples(100, 1000) == linalg.few_samples(100, None) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is no misfortune to have two samples a column: reported, not announced
+        psi = make_moment(20)
+        assert linalg.metric(psi, samples=40).damping == pytest.approx(0.015 * float(psi.diagonal().mean()))
+
+
+@pytest.mark.parametrize("samples", [20, 40])
+@pytest.mark.parametrize("solver", ["exact", "columns", "auto"])
+def test_on_new_data_weights_fitted_to_few_samples_are_better_for_the_damping(samples, solver):
+    mixing = torch.randn(60, 60, dtype=torch.float64) * torch.logspace(0, -1, 60, dtype=torch.float64)
+    seen, new = (torch.randn(n, 60, dtype=torch.float64) @ mixing.T for n in (samples, 5000))
+    weight = torch.randn(12, 60, dtype=torch.float64)
+    problem = Problem(weight, seen.T @ seen / samples, samples=samples)
+    judge = Problem(weight, new.T @ new / len(new))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        with_rule = judge.error_of(solve(problem, solver, 0.7).weight)
+        without = judge.error_of(solve(replace(problem, samples=None), solver, 0.7).weight)
+    assert with_rule < 0.9 * without
 
 
 def test_dead_columns_need_no_damping():

@@ -16,7 +16,7 @@ from lobs.result import Histogram
 from lobs.statistics import Moments
 from lobs.wide import aimed, wide_problem
 
-# How far, in mean input energy, the asymmetric target is held to the dense weights: it is fitted to few samples.
+# How far at least, in mean input energy, the asymmetric target is held to the dense weights.
 _TETHER = 1e-3
 
 
@@ -55,7 +55,7 @@ def asymmetric_problem(problem: Problem, missed: Tensor) -> Problem:
         return aimed(problem, missed.to(problem.weight.device))
     parts = []
     for (weight, moment), away in zip(problem.groups, missed.to(problem.weight.device), strict=True):
-        lam = _TETHER * float(moment.diagonal().mean())
+        lam = max(_TETHER, linalg.few_samples(len(moment), problem.samples)) * float(moment.diagonal().mean())
         if lam == 0:  # nothing reaches the layer, so nothing can be mended there
             parts.append(weight)
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,10 @@ _LEAST_INDEPENDENT = 1e-7
 _LARGE = 1024
 # Columns that are collinear but nearly dead (an image's border) need next to nothing; a moment of few samples needs more.
 _LADDER = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+# From so many samples a column on Ψ is taken at its word; with fewer, its quiet directions are accidents of the samples, and
+# weights fitted to them fail on new data. Both constants by benchmarks/few_samples.py.
+_ENOUGH = 10
+_FOR_ONE_A_COLUMN, _FOR_HARDLY_ANY = 0.03, 0.3
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,11 @@ def metric(
 ) -> Metric:
     """Equilibrate and invert Ψ + λI.
 
-    `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined; otherwise the smallest of
-    (1e-9, 1e-6, 1e-5, …) × mean(diag Ψ), and not less than `first`, that makes it so, announced by a `NumericalWarning`. Dead
-    columns (Ψ_qq = 0) need no damping: they get scale 0, so deleting them costs exactly nothing. Costs d³ flops and three
-    d×d float64 matrices.
+    `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined and of enough `samples`. Where there are
+    few, it is `few_samples` × mean(diag Ψ). Where Ψ is singular all the same, the smallest of (1e-9, 1e-6, 1e-5, …) ×
+    mean(diag Ψ), and not less than `first`, that mends that. Singular moments, and fewer samples than columns, are
+    announced by a `NumericalWarning`. Dead columns (Ψ_qq = 0) need no damping: they get scale 0, so deleting them costs
+    exactly nothing. Costs d³ flops and three d×d float64 matrices.
     """
     return metrics(moment.unsqueeze(0), damping, first=first, name=name, samples=samples)[0]
 
@@ -91,17 +96,32 @@ def metrics(
 ) -> list[Metric]:
     """`metric` for every group of a layer: all at once where none needs help, and one warning for all that do."""
     psi = moments.to(torch.float64)
-    found = _try(psi, float(damping or 0.0))
     if damping is not None:
-        return [_given(p, m, damping, name) for p, m in zip(psi, found, strict=True)]
-    chosen = [_climb(p, first, name) if m is None or not m.sound else m for p, m in zip(psi, found, strict=True)]
-    helped = [g for g, m in enumerate(chosen) if m.damping > 0]
+        given = _try(psi, [damping] * len(psi))
+        return [_given(p, m, damping, name) for p, m in zip(psi, given, strict=True)]
+    share = few_samples(psi.shape[-1], samples)
+    start = [share * float(p.diagonal().mean()) for p in psi]
+    found = _try(psi, start)
+    few = samples is not None and samples < psi.shape[-1]
+    chosen, helped = [], []
+    for g, tried in enumerate(found):
+        sound = tried is not None and tried.sound
+        chosen.append(tried if tried is not None and sound else _climb(psi[g], max(first, start[g]), name))
+        if chosen[g].damping > 0 and (few or not sound):
+            helped.append(g)
     if helped:
         worst = max(helped, key=lambda g: chosen[g].damping)
         where = f" in {len(helped)} of {len(psi)} groups" if len(psi) > 1 else ""
         message = _helped(psi[worst], chosen[worst].damping, name, samples, where)
         warnings.warn(message, NumericalWarning, stacklevel=3)
     return chosen
+
+
+def few_samples(columns: int, samples: int | None) -> float:
+    """The share of Ψ's mean diagonal to damp with because Ψ averages few samples; 0 from ten a column on, or if unknown."""
+    if samples is None or samples >= _ENOUGH * columns:
+        return 0.0
+    return min(_FOR_HARDLY_ANY, _FOR_ONE_A_COLUMN * columns / max(1, samples))
 
 
 def _given(psi: Tensor, found: Metric | None, damping: float, name: str) -> Metric:
@@ -117,7 +137,7 @@ def _climb(psi: Tensor, first: float, name: str) -> Metric:
     """The least damping on the ladder that makes Ψ well-determined."""
     size = float(psi.diagonal().mean())
     for step in _LADDER:
-        (found,) = _try(psi.unsqueeze(0), max(step * size, first))
+        (found,) = _try(psi.unsqueeze(0), [max(step * size, first)])
         if found is not None and found.sound:
             return found
     raise ProblemError(f"{name}: Ψ is not positive semi-definite: even damping {_LADDER[-1] * size:.1e} does not help.")
@@ -309,11 +329,11 @@ def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
     return a
 
 
-def _try(psi: Tensor, damping: float) -> list[Metric | None]:
-    """Every group's metric with one damping; None where Ψ + λI is not positive definite."""
+def _try(psi: Tensor, damping: Sequence[float]) -> list[Metric | None]:
+    """Every group's metric with its damping; None where Ψ + λI is not positive definite."""
     # A dead column costs nothing to delete, whatever the damping that others need.
     energy = psi.diagonal(dim1=-2, dim2=-1)
-    energy = torch.where(energy == 0, 0.0, energy + damping)
+    energy = torch.where(energy == 0, 0.0, energy + energy.new_tensor(damping).unsqueeze(-1))
     scale = energy.clamp_min(0.0).sqrt()
     divisor = torch.where(scale == 0, 1.0, scale)
     gram = psi / divisor.unsqueeze(-2) / divisor.unsqueeze(-1)
@@ -323,8 +343,8 @@ def _try(psi: Tensor, damping: float) -> list[Metric | None]:
         factor = torch.where((info == 0)[:, None, None], factor, torch.eye(psi.shape[-1]).to(factor))
     inverse = torch.cholesky_inverse(factor)
     good = (info == 0) & torch.isfinite(inverse).all(dim=-1).all(dim=-1)
-    each = zip(gram, inverse, scale, good.tolist(), strict=True)
-    return [Metric(g, s, damping, known_inverse=a) if ok else None for g, a, s, ok in each]
+    each = zip(gram, inverse, scale, damping, good.tolist(), strict=True)
+    return [Metric(g, s, lam, known_inverse=a) if ok else None for g, a, s, lam, ok in each]
 
 
 def _helped(psi: Tensor, damping: float, name: str, samples: int | None, where: str) -> str:

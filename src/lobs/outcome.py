@@ -151,14 +151,13 @@ class Outcome:
     def renew_norms(self) -> None:
         """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""
         job, key = self.job, f"run {self.number} norms"
-        names = [name for name, solution in self.solutions.items() if solution.removed]
         saved = job.journal.read(key)
         if saved is not None:
             self.norms = take_up(self.model, saved.state_dict, saved.record["effect"])
-        elif names:
+        elif any(solution.removed for solution in self.solutions.values()):
             self.norms = reestimate(
                 self.model,
-                find_layers(self.model, names),
+                job.model,
                 job.batches,
                 lambda: bounds.deviation(job.model, self.model, job.batches, job.calibration.samples),
             )

@@ -33,8 +33,8 @@ class Problem:
         bias_column: the last column multiplies the constant 1; it is never removed but helps to compensate.
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
         curvature: diagonal of the loss's curvature in the weight's shape; only `obd-fisher` needs it.
-        samples: how many inputs Ψ averages, for messages.
-        damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular.
+        samples: how many inputs Ψ averages; with fewer than ten a column it is damped.
+        damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular or of few samples.
         row_weight: how much each row's error matters when rows compete for what may stay, (rows,) or (groups, rows); it decides
             which weights go, while errors are still counted plainly.
         positions: how many columns in a row belong to one input channel: the size of a convolution's kernel.

@@ -1,0 +1,84 @@
+"""How much damping do few samples need? Layers calibrated on some images, judged on ten thousand others.
+
+    python -m benchmarks.few_samples [--images 100,300,1000,3000] [--kept 0.1] [--network]
+
+Relative errors on the other images: with no more damping than makes Ψ invertible, with what `lobs.linalg.few_samples` adds, and
+with the best of seven steps, chosen by looking at the other images. `--network` prunes whole networks too, and tests them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from dataclasses import replace
+from unittest.mock import patch
+
+import lobs
+from lobs import Problem, collect, linalg, solve, zoo
+from lobs.bridge import layer_problem
+from lobs.data import mnist
+from lobs.layers import find_layers
+from lobs.zoo.training import error_rate
+
+LAYERS = (("lenet300", "fc1"), ("lenet300", "fc2"), ("lenet5", "fc1"), ("lenet5", "conv2"))
+STEPS = (1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0)
+OTHERS = 10_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", default="100,300,1000,3000")
+    parser.add_argument("--kept", type=float, default=0.1)
+    parser.add_argument("--network", action="store_true")
+    chosen = parser.parse_args()
+    counts = [int(n) for n in chosen.images.split(",")]
+    warnings.simplefilter("ignore", lobs.NumericalWarning)
+    layers(counts, 1 - chosen.kept)
+    if chosen.network:
+        for name in ("lenet300", "lenet5"):
+            network(name, counts, 1 - chosen.kept)
+
+
+def layers(counts: list[int], removed: float) -> None:
+    print("layer          columns images vectors    least  by rule  share     best  share")
+    train = mnist.load("train")
+    ratios = []
+    for network_name, name in LAYERS:
+        model = zoo.trained(network_name)
+        (layer,) = find_layers(model, [name])
+        dense = layer.matrix()
+        others = train.batches(1000)[-OTHERS // 1000 :]
+        judge = layer_problem(layer, dense, collect(model, others, [layer])[name])
+
+        def error(problem: Problem, judge: Problem = judge) -> float:
+            return judge.error_of(solve(problem, "auto", removed).weight) / judge.energy
+
+        for images in counts:
+            moments = collect(model, train.batches(images, images), [layer])[name]
+            problem = layer_problem(layer, dense, moments)
+            size = float(problem.moment.diagonal(dim1=-2, dim2=-1).mean())
+            least, by_rule = error(replace(problem, samples=None)), error(problem)
+            best, step = min((error(replace(problem, damping=step * size)), step) for step in STEPS)
+            share = linalg.few_samples(problem.weight.shape[-1], moments.count)
+            ratios.append((by_rule / least, by_rule / best))
+            line = f"{network_name + ' ' + name:14} {layer.columns:7} {images:6} {moments.count:7}"
+            print(f"{line} {least:8.4f} {by_rule:8.4f} {share:6.3f} {best:8.4f} {step:6.0e}", flush=True)
+    to_least, to_best = (math.exp(sum(map(math.log, some)) / len(some)) for some in zip(*ratios, strict=True))
+    print(f"by rule, geometric means: {to_least:.2f} of the least, at worst {max(ratios)[0]:.2f}; {to_best:.2f} of the best's")
+
+
+def network(name: str, counts: list[int], removed: float) -> None:
+    model, train = zoo.trained(name), mnist.load("train")
+    test = mnist.load("test").batches(1000)
+    print(f"\n{name}: test error {error_rate(model, test):.2f} dense, with {1 - removed:.0%} kept by the defaults")
+    for images in counts:
+        batches = train.batches(images, images)
+        by_rule = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
+        with patch("lobs.linalg.few_samples", lambda *_: 0.0):
+            least = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
+        print(f"  {images:5} images: {least:.2f} with the least damping, {by_rule:.2f} by rule", flush=True)
+
+
+if __name__ == "__main__":
+    main()
