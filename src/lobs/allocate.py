@@ -16,11 +16,13 @@ from lobs.solvers import Exact
 # Exact greedy on all rows up to this many multiply-adds; past it on as many rows as fit, at least a few.
 _AFFORDABLE = 6e10
 _FEWEST_ROWS = 4
+# Rows whose size and importance are looked at all the same.
+_SIZED_ROWS = 64
 
 
 @dataclass(frozen=True)
 class RowLosses:
-    """What deletions cost in some rows of a layer, step by step: (groups, some rows, steps)."""
+    """What deletions cost in some rows of a layer, step by step: (groups, some rows, steps), run or put together."""
 
     losses: Tensor
     rows: Tensor
@@ -71,14 +73,36 @@ def row_losses(problem: Problem) -> RowLosses:
     """Run the exact greedy on a layer, or on a fair sample of its rows where all would cost too much.
 
     Rows are independent, so some of them, evenly spread, stand for all: wide layers, where the greedy costs rows·d³/3, are run
-    on as many rows as are affordable.
+    on as many rows as are affordable. What rows have in common is the shape of their losses; how large these are, and how much
+    they matter, differs by orders of magnitude. So other rows are put together from those: the same shape, at their own size.
     """
     groups, rows, d = len(problem.groups), problem.weight.shape[-2], problem.weight.shape[-1]
     affordable = int(_AFFORDABLE / (groups * d**3 / 3))
     count = max(min(rows, _FEWEST_ROWS), min(rows, affordable))
+    if count == rows:
+        return RowLosses(Exact().path(problem).losses.cpu(), torch.arange(rows), rows, problem.energy)
     picked = torch.linspace(0, rows - 1, count).round().long()
-    part = problem if count == rows else problem.some_rows(picked.to(problem.weight.device))
-    return RowLosses(Exact().path(part).losses.cpu(), picked, rows, problem.energy)
+    shapes = Exact().path(problem.some_rows(picked.to(problem.weight.device))).losses.cpu()
+    sized = torch.linspace(0, rows - 1, min(rows, max(count, _SIZED_ROWS))).round().long()
+    like = torch.arange(len(sized)) % count
+    size = _sizes(problem).to(shapes)
+    given = size[:, picked[like]]
+    scale = torch.where(given > 0, size[:, sized] / given, 0.0)
+    return RowLosses(shapes[:, like] * scale.unsqueeze(-1), sized, rows, problem.energy)
+
+
+def _sizes(problem: Problem) -> Tensor:
+    """How large a row's losses are: what its first deletions would cost, added up, (groups, rows).
+
+    Where the inverse is not at hand, what they would cost uncompensated.
+    """
+    found = []
+    for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
+        known = metric.known_inverse
+        price = metric.gram.diagonal() if known is None else 1 / known.diagonal()
+        price = torch.cat([price[: len(price) - problem.protected], price.new_zeros(problem.protected)])
+        found.append(torch.cat([metric.scaled(some).square() @ price for some in torch.split(weight, 1024)]))
+    return torch.stack(found).cpu()
 
 
 def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:
