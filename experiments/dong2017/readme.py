@@ -54,6 +54,8 @@ _NOTES = """## How to read it, and where it differs
   and 400 + 441 (LeNet-5).
 - **"default"** is `lobs.prune` called with no options: one budget for the network, shared by error curves, layer after layer, each
   mending what those before it spoiled. `settings` in the result file says what it was for the row.
+- **Rows that pruned with few samples** (ResNet-50's last layer has 2,048 inputs and saw 500 images) ran before moments of few samples were damped,
+  and `auto` at 50 and 30 % with them; `lobs reproduce --again` would run them anew.
 - **"shared budget, 1.5 %, stages"** ran with an earlier form of the library; where its file has no `settings`, it is that run still.
 - **Iterations stop by the test error** where a row says it stopped early, as the paper's counts must have. That flatters every such row.
 - **Seconds** were measured on two cores shared with other work of higher priority, which stretched some tenfold and more; where a row also
