@@ -128,6 +128,16 @@ def test_four_rows_stand_for_all_even_where_rows_differ_by_orders_of_magnitude(m
         assert sampled == pytest.approx(exact, rel=0.12)
 
 
+def test_a_dead_row_among_the_few_that_are_run_makes_no_other_row_free(monkeypatch):
+    weight = torch.randn(300, 40, dtype=torch.float64)
+    weight[0] = 0
+    problem = Problem(weight, make_moment(40))
+    monkeypatch.setattr("lobs.allocate._AFFORDABLE", 4 * 40**3 / 3)
+    found = row_losses(problem)
+    free = found.rows[(found.losses == 0).all(dim=-1)[0]]
+    assert free.tolist() == [0]
+
+
 def test_a_weighted_path_still_knows_its_error():
     for problem in problems().values():
         path = Exact().path(problem)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lobs import Problem, linalg, solve
+from lobs import ErrorBudget, Problem, linalg, solve
 from lobs.errors import NumericalWarning, ProblemError
 from tests.conftest import make_moment
 
@@ -53,6 +53,33 @@ def test_few_samples_are_damped_the_more_the_fewer_and_enough_not_at_all():
         warnings.simplefilter("error")  # it is no misfortune to have two samples a column: reported, not announced
         psi = make_moment(20)
         assert linalg.metric(psi, samples=40).damping == pytest.approx(0.015 * float(psi.diagonal().mean()))
+
+
+def test_a_bias_does_not_decide_how_much_quiet_inputs_are_damped():
+    """The same problem in other units of the inputs: the same weights go, and the error does not change."""
+    inputs, weight = torch.randn(40, 20, dtype=torch.float64), torch.randn(6, 21, dtype=torch.float64)
+    found = []
+    for units in (1.0, 1e-3):
+        y = torch.cat([inputs * units, torch.ones(40, 1, dtype=torch.float64)], dim=1)
+        w = torch.cat([weight[:, :20] / units, weight[:, 20:]], dim=1)
+        found.append(solve(Problem(w, y.T @ y / 40, bias_column=True, samples=40), "exact", 0.5))
+    assert torch.equal(found[0].mask, found[1].mask)
+    assert found[1].error == pytest.approx(found[0].error, rel=0.2)  # the bias itself is held a little looser
+
+
+def test_where_damping_starts_is_the_callers_word_and_the_published_method_is_damped_as_published():
+    psi = make_moment(10)
+    assert linalg.metric(psi, samples=30, first=1.0).damping == 0
+    with pytest.warns(NumericalWarning):
+        assert linalg.metric(torch.ones(10, 10, dtype=torch.float64), samples=30, first=1.0).damping == 1.0
+
+
+def test_an_error_budget_is_about_the_error_and_not_about_the_damping():
+    y = torch.randn(60, 60, dtype=torch.float64)
+    problem = Problem(torch.randn(12, 60, dtype=torch.float64), y.T @ y / 60, samples=60)
+    target = ErrorBudget(0.1, relative=True)
+    solution = solve(problem, "exact", target)
+    assert solution.damping > 0 and 0.09 < solution.relative_error <= 0.1
 
 
 @pytest.mark.parametrize("samples", [20, 40])

@@ -84,11 +84,19 @@ def row_losses(problem: Problem) -> RowLosses:
     picked = torch.linspace(0, rows - 1, count).round().long()
     shapes = Exact().path(problem.some_rows(picked.to(problem.weight.device))).losses.cpu()
     sized = torch.linspace(0, rows - 1, min(rows, max(count, _SIZED_ROWS))).round().long()
-    like = torch.arange(len(sized)) % count
     size = _sizes(problem).to(shapes)
-    given = size[:, picked[like]]
-    scale = torch.where(given > 0, size[:, sized] / given, 0.0)
-    return RowLosses(shapes[:, like] * scale.unsqueeze(-1), sized, rows, problem.energy)
+    losses = [_at_their_size(*group, picked, sized) for group in zip(shapes, size, strict=True)]
+    return RowLosses(torch.stack(losses), sized, rows, problem.energy)
+
+
+def _at_their_size(shapes: Tensor, size: Tensor, picked: Tensor, sized: Tensor) -> Tensor:
+    """Losses of the rows `sized` from those of the rows `picked`, each from the nearest that has any."""
+    alive = size[picked] > 0
+    if not bool(alive.any()):
+        return shapes.new_zeros(len(sized), shapes.shape[-1])
+    near, losses = picked[alive], shapes[alive]
+    like = (sized.unsqueeze(1) - near.unsqueeze(0)).abs().argmin(dim=1)
+    return losses[like] * (size[sized] / size[near[like]]).unsqueeze(-1)
 
 
 def _sizes(problem: Problem) -> Tensor:

@@ -11,6 +11,7 @@ behind it once more for its own measure of the same 5 %; after fifty layers noth
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lobs.calibrate import call, evaluating, length
 from lobs.distributed import crew
 from lobs.progress import track
+
+_MOST = 4.0  # a variance that changed by more is that of a channel with next to nothing in it, on these data
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,29 @@ def reestimate(
     dense_sums = {name: _Sums(_mean(norm)) for name, norm in theirs.items()}
     sums = {name: _Sums(_mean(norm)) for name, norm in norms.items()}
 
+    # After each call of a norm: one that is called twice is compared with what the dense network had seen by then.
+    dense_calls: dict[str, list[_Sums]] = {name: [] for name in theirs}
+
+    def note(name: str, x: Tensor) -> None:
+        dense_sums[name].add(x)
+        dense_calls[name].append(copy.deepcopy(dense_sums[name]))
+
     def follow(name: str, x: Tensor) -> None:
         sums[name].add(x)
-        _move(norms[name], old[name], dense_sums[name], sums[name])
+        calls = dense_calls[name]
+        _move(norms[name], old[name], calls.pop(0) if calls else dense_sums[name], sums[name])
 
     with (
         crew().agree(),
         evaluating(dense),
         evaluating(model),
-        _watching(theirs, lambda name, x: dense_sums[name].add(x)),
+        _watching(theirs, note),
         _watching(norms, follow),
         track("batch norm", length(batches)) as advance,
     ):
         for batch in batches:
+            for calls in dense_calls.values():
+                calls.clear()
             call(dense, batch)
             call(model, batch)
             advance(1)
@@ -104,7 +117,9 @@ def _move(norm: _BatchNorm, old: tuple[Tensor, Tensor], dense: _Sums, pruned: _S
         return
     mean, var = old
     # What the norm divides by is variance + ε; that is what changes by a ratio, also where there is next to no variance.
-    ratio = (pruned.variance + norm.eps) / (dense.variance + norm.eps).clamp_min(torch.finfo(torch.float64).tiny)
+    tiny = torch.finfo(torch.float64).tiny
+    ratio = (pruned.variance + norm.eps).clamp_min(tiny) / (dense.variance + norm.eps).clamp_min(tiny)
+    ratio = ratio.clamp(1 / _MOST, _MOST)
     _mean(norm).copy_(mean + (pruned.mean - dense.mean))
     _var(norm).copy_((var + (var + norm.eps) * (ratio - 1)).clamp_min(0.0))
 
@@ -161,10 +176,10 @@ class _Sums:
 def _watching(norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]) -> Iterator[None]:
     """Show what reaches each batch norm before it works on it."""
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, args: see(name, args[0])
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        return lambda _, args, named: see(name, args[0] if args else named["input"])
 
-    handles = [norm.register_forward_pre_hook(watch(name)) for name, norm in norms.items()]
+    handles = [norm.register_forward_pre_hook(watch(name), with_kwargs=True) for name, norm in norms.items()]
     try:
         yield
     finally:

@@ -55,7 +55,8 @@ def asymmetric_problem(problem: Problem, missed: Tensor) -> Problem:
         return aimed(problem, missed.to(problem.weight.device))
     parts = []
     for (weight, moment), away in zip(problem.groups, missed.to(problem.weight.device), strict=True):
-        lam = max(_TETHER, linalg.few_samples(len(moment), problem.samples)) * float(moment.diagonal().mean())
+        few = linalg.few_samples(len(moment), problem.samples) * float(linalg.own_energy(moment, problem.protected))
+        lam = max(_TETHER * float(moment.diagonal().mean()), few)
         if lam == 0:  # nothing reaches the layer, so nothing can be mended there
             parts.append(weight)
             continue

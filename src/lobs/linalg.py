@@ -72,18 +72,19 @@ def metric(
     damping: float | None = None,
     *,
     first: float = 0.0,
+    protected: int = 0,
     name: str = "layer",
     samples: int | None = None,
 ) -> Metric:
     """Equilibrate and invert Ψ + λI.
 
     `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined and of enough `samples`. Where there are
-    few, it is `few_samples` × mean(diag Ψ). Where Ψ is singular all the same, the smallest of (1e-9, 1e-6, 1e-5, …) ×
-    mean(diag Ψ), and not less than `first`, that mends that. Singular moments, and fewer samples than columns, are
-    announced by a `NumericalWarning`. Dead columns (Ψ_qq = 0) need no damping: they get scale 0, so deleting them costs
-    exactly nothing. Costs d³ flops and three d×d float64 matrices.
+    few, and no `first`, it is `few_samples` × the mean energy of all but `protected` columns. Where Ψ is singular all the same,
+    the smallest of (1e-9, 1e-6, 1e-5, …) × mean(diag Ψ), and not less than `first`, that mends that. That, and fewer samples
+    than columns, is announced by a `NumericalWarning`. Dead columns (Ψ_qq = 0) need no damping: they get scale 0, so
+    deleting them costs exactly nothing. Costs d³ flops and three d×d float64 matrices.
     """
-    return metrics(moment.unsqueeze(0), damping, first=first, name=name, samples=samples)[0]
+    return metrics(moment.unsqueeze(0), damping, first=first, protected=protected, name=name, samples=samples)[0]
 
 
 def metrics(
@@ -91,6 +92,7 @@ def metrics(
     damping: float | None = None,
     *,
     first: float = 0.0,
+    protected: int = 0,
     name: str = "layer",
     samples: int | None = None,
 ) -> list[Metric]:
@@ -99,8 +101,9 @@ def metrics(
     if damping is not None:
         given = _try(psi, [damping] * len(psi))
         return [_given(p, m, damping, name) for p, m in zip(psi, given, strict=True)]
-    share = few_samples(psi.shape[-1], samples)
-    start = [share * float(p.diagonal().mean()) for p in psi]
+    # Who says where damping starts is not second-guessed: the published method is damped as published.
+    share = 0.0 if first else few_samples(psi.shape[-1], samples)
+    start = (share * own_energy(psi, protected)).tolist()
     found = _try(psi, start)
     few = samples is not None and samples < psi.shape[-1]
     chosen, helped = [], []
@@ -118,10 +121,16 @@ def metrics(
 
 
 def few_samples(columns: int, samples: int | None) -> float:
-    """The share of Ψ's mean diagonal to damp with because Ψ averages few samples; 0 from ten a column on, or if unknown."""
+    """The share of its energy that a column is damped with where samples are few; 0 from ten a column on, or if unknown."""
     if samples is None or samples >= _ENOUGH * columns:
         return 0.0
     return min(_FOR_HARDLY_ANY, _FOR_ONE_A_COLUMN * columns / max(1, samples))
+
+
+def own_energy(moment: Tensor, protected: int) -> Tensor:
+    """Mean energy of the inputs, without the constant 1 of a bias, whose energy says nothing about theirs."""
+    energy = moment.diagonal(dim1=-2, dim2=-1)
+    return energy[..., : max(1, energy.shape[-1] - protected)].mean(dim=-1)
 
 
 def _given(psi: Tensor, found: Metric | None, damping: float, name: str) -> Metric:
@@ -140,7 +149,8 @@ def _climb(psi: Tensor, first: float, name: str) -> Metric:
         (found,) = _try(psi.unsqueeze(0), [max(step * size, first)])
         if found is not None and found.sound:
             return found
-    raise ProblemError(f"{name}: Ψ is not positive semi-definite: even damping {_LADDER[-1] * size:.1e} does not help.")
+    most = max(_LADDER[-1] * size, first)
+    raise ProblemError(f"{name}: Ψ is not positive semi-definite: even damping {most:.1e} does not help.")
 
 
 def rank(moment: Tensor) -> int:

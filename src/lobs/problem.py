@@ -152,7 +152,7 @@ class Problem:
     def damped_metrics(self, first: float = 0.0) -> list[Metric]:
         """The same with damping that starts from `first` where a moment is singular."""
         psi = self.moment if self.moment.dim() == 3 else self.moment.unsqueeze(0)
-        return metrics(psi, self.damping, first=first, name=self.name, samples=self.samples)
+        return metrics(psi, self.damping, first=first, protected=self.protected, name=self.name, samples=self.samples)
 
     def some_rows(self, rows: Tensor) -> Problem:
         """The same problem for some rows of every group."""

@@ -37,7 +37,7 @@ def wide_problem(dense: Tensor, moments: Moments, *, mine: bool, **settings: Any
 
 
 def aimed(problem: Problem, missed: Tensor) -> Problem:
-    """The same problem with W + (W D)(Ĥ + λI)⁻¹ in place of W, which gives what the dense network gives; see `job`."""
+    """The same problem with W + (W D)(Ĥ + λI)⁻¹ in place of W, which gives what the dense network gives; see `bridge`."""
     assert problem.units is not None
     with memory.scratch(problem.moment[0]) as fresh:
         shift = linalg.ridge_solve_in_place(fresh(), missed.to(problem.weight)[0] / problem.units)

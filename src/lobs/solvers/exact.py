@@ -75,6 +75,11 @@ class DeletionPath:
         count = choose_count(self.problem, target, lambda k: float(self.curve[k]))
         solution = self.cut(count)
         if isinstance(target, ErrorBudget):
+            if float(self.curve[count]) > 1.01 * solution.error and self.damping > 0:
+                # The curve holds what damping adds, which is no error of the layer's.
+                step = max(1, self.problem.prunable // 1000)
+                count = max(count, choose_count(self.problem, target, lambda k: self.cut(k).error, step=step))
+                solution = self.cut(count)
             # The curve is a sum in the sweep's precision: where it was a hair too kind, give weights back.
             while solution.error > target.limit(self.problem.energy) and count > 0:
                 count -= max(1, count // 1000)
