@@ -56,6 +56,8 @@ _NOTES = """## How to read it, and where it differs
   mending what those before it spoiled. `settings` in the result file says what it was for the row.
 - **Rows that pruned with few samples** (ResNet-50's last layer has 2,048 inputs and saw 500 images) ran before moments of few samples were damped,
   and `auto` at 50 and 30 % with them; `lobs reproduce --again` would run them anew.
+- **VGG-16's minutes** hold two of a pause and many shared with test runs; it used 8,728 seconds of one core, 73 minutes of two. ResNet-50's one budget (`shared-30`)
+  ran before rows of wide layers counted at their own size and before batch norms were re-estimated side by side.
 - **"shared budget, 1.5 %, stages"** ran with an earlier form of the library; where its file has no `settings`, it is that run still.
 - **Iterations stop by the test error** where a row says it stopped early, as the paper's counts must have. That flatters every such row.
 - **Seconds** were measured on two cores shared with other work of higher priority, which stretched some tenfold and more; where a row also
