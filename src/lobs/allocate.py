@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lobs import scores
 from lobs.errors import TargetError
 from lobs.problem import Problem
 from lobs.solvers import Exact
@@ -106,10 +107,9 @@ def _sizes(problem: Problem) -> Tensor:
     """
     found = []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
-        known = metric.known_inverse
-        price = metric.gram.diagonal() if known is None else 1 / known.diagonal()
-        price = torch.cat([price[: len(price) - problem.protected], price.new_zeros(problem.protected)])
-        found.append(torch.cat([metric.scaled(some).square() @ price for some in torch.split(weight, 1024)]))
+        plain = metric.known_inverse is None
+        each = (metric.scaled(w).square() if plain else scores.obs(w, metric) for w in torch.split(weight, 1024))
+        found.append(torch.cat([some[:, : weight.shape[-1] - problem.protected].sum(dim=-1) for some in each]))
     return torch.stack(found).cpu()
 
 

@@ -59,12 +59,11 @@ def reestimate(
 ) -> BatchNormEffect | None:
     """Re-estimate the statistics of all batch norms that pruning has reached; None where there is none.
 
-    `measure` says how far the output is from the dense one. Should that grow, the old statistics come back.
+    They start as the dense network's. `measure` says how far the output is from its; should that grow, they are that again.
     """
     norms, theirs = find_norms(model), find_norms(dense)
     if not norms:
         return None
-    old = {name: (_mean(norm).clone(), _var(norm).clone()) for name, norm in norms.items()}
     before = measure()
     dense_sums = {name: _Sums(_mean(norm)) for name, norm in theirs.items()}
     sums = {name: _Sums(_mean(norm)) for name, norm in norms.items()}
@@ -79,7 +78,7 @@ def reestimate(
     def follow(name: str, x: Tensor) -> None:
         sums[name].add(x)
         calls = dense_calls[name]
-        _move(norms[name], old[name], calls.pop(0) if calls else dense_sums[name], sums[name])
+        _move(norms[name], theirs[name], calls.pop(0) if calls else dense_sums[name], sums[name])
 
     with (
         crew().agree(),
@@ -98,24 +97,26 @@ def reestimate(
     for name, norm in norms.items():
         dense_sums[name].join()
         sums[name].join()
-        _move(norm, old[name], dense_sums[name], sums[name])
-    moved = [name for name, (mean, var) in old.items() if not (_mean(norms[name]).equal(mean) and _var(norms[name]).equal(var))]
+        _move(norm, theirs[name], dense_sums[name], sums[name])
+    moved = [name for name, norm in norms.items() if not _same(norm, theirs[name])]
     if not moved:
         return None
     after = measure()
     changed = before is None or after is None or after < before
     if not changed:
-        for name, (mean, var) in old.items():
-            _mean(norms[name]).copy_(mean)
-            _var(norms[name]).copy_(var)
+        borrow_statistics(model, dense)
     return BatchNormEffect(tuple(moved), before, after, changed)
 
 
-def _move(norm: _BatchNorm, old: tuple[Tensor, Tensor], dense: _Sums, pruned: _Sums) -> None:
-    """Move a norm's statistics from the old ones by what the two networks' differ."""
+def _same(norm: _BatchNorm, other: _BatchNorm) -> bool:
+    return _mean(norm).equal(_mean(other)) and _var(norm).equal(_var(other))
+
+
+def _move(norm: _BatchNorm, old: _BatchNorm, dense: _Sums, pruned: _Sums) -> None:
+    """Set a norm's statistics to the old one's, moved by what differs between the two networks."""
     if min(dense.n, pruned.n) < 2:  # no variance in one value
         return
-    mean, var = old
+    mean, var = _mean(old), _var(old)
     # What the norm divides by is variance + ε; that is what changes by a ratio, also where there is next to no variance.
     tiny = torch.finfo(torch.float64).tiny
     ratio = (pruned.variance + norm.eps).clamp_min(tiny) / (dense.variance + norm.eps).clamp_min(tiny)

@@ -108,9 +108,9 @@ def metrics(
     few = samples is not None and samples < psi.shape[-1]
     chosen, helped = [], []
     for g, tried in enumerate(found):
-        sound = tried is not None and tried.sound
-        chosen.append(tried if tried is not None and sound else _climb(psi[g], max(first, start[g]), name))
-        if chosen[g].damping > 0 and (few or not sound):
+        sound = tried if tried is not None and tried.sound else None
+        chosen.append(sound or _climb(psi[g], max(first, start[g]), name))
+        if chosen[g].damping > 0 and (few or sound is None):
             helped.append(g)
     if helped:
         worst = max(helped, key=lambda g: chosen[g].damping)
