@@ -110,6 +110,18 @@ def test_lobs_is_the_published_algorithm_step_by_step():
             torch.testing.assert_close(got.weight, expected)
 
 
+def test_lobs_in_panels_is_lobs_one_deletion_at_a_time(monkeypatch):
+    monkeypatch.setattr("lobs.solvers.lobs._PANEL", 4)
+    # Rows of unlike size give unlike counts: in some panels a few of them have nothing left to delete.
+    weight, psi = torch.randn(7, 23, dtype=torch.float64) * torch.logspace(-1, 1, 7).unsqueeze(1), make_moment(23)
+    problem = Problem(weight, psi, bias_column=True)
+    for count in (3, 50, 101, problem.prunable):
+        expected, mask = naive.lobs(weight, psi, count, protected=1)
+        got = solve(problem, "lobs", count / problem.prunable)
+        assert torch.equal(got.mask, mask)
+        torch.testing.assert_close(got.weight, expected)
+
+
 def test_refine_solves_least_squares_on_the_support():
     weight, psi = torch.randn(5, 12, dtype=torch.float64), make_moment(12)
     got = solve(Problem(weight, psi), "magnitude+refine", 0.6)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lobs import linalg, scores
 from lobs.errors import SolverError
+from lobs.kernels.rows import blocks, by_rows
 from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, choose_count, finish
 from lobs.solution import Solution
@@ -57,17 +58,35 @@ class LOBS:
 def _compensate(weight: Tensor, metric: linalg.Metric, sensitivity: Tensor, mask: Tensor) -> Tensor:
     """Delete in order of sensitivity, each time moving the row by −(w_q/[Ψ⁻¹]_qq) Ψ⁻¹e_q with w_q as it now stands.
 
-    Rows run side by side; a row with nothing left to delete stands still. The mask goes on at the end, which changes
-    nothing: a deleted weight is never read again.
+    A panel of deletions at a time: first all rows' steps, then one product moves their weights. The mask goes on at the
+    end, which changes nothing: a deleted weight is never read again.
     """
     v = metric.scaled(weight)
-    a = metric.inverse
-    pivot = a.diagonal()
     # Kept weights sort last, so that the t-th entry of every row is its t-th deletion.
     order = torch.where(mask, torch.inf, sensitivity).sort(dim=1, stable=True).indices
     count = (~mask).sum(dim=1)
-    for t in range(int(count.max()) if count.numel() else 0):
-        q = order[:, t]
-        step = torch.where(t < count, v.gather(1, q.unsqueeze(1)).squeeze(1) / pivot[q], 0.0)
-        v -= step.unsqueeze(1) * a[q]
+    for done in range(0, int(count.max()) if count.numel() else 0, _PANEL):
+        panel = order[:, done : done + _PANEL]
+        v -= _steps(v, metric.inverse, panel, (count - done).clamp(0, panel.shape[1])) @ metric.inverse
     return metric.unscaled(v, weight, mask)
+
+
+_PANEL = 256  # deletions of a row at a time: fewer need more products, more of them longer triangles
+
+
+def _steps(v: Tensor, inverse: Tensor, order: Tensor, count: Tensor) -> Tensor:
+    """How far every row moves along Ψ⁻¹e_q for each q it deletes, the first `count` of its `order`; zero for other columns.
+
+    One fixed inverse A makes the steps x of deletions q₁, q₂ … a forward substitution: Σ_{s ≤ t} A_{q_t, q_s} x_s = v_{q_t}.
+    """
+    steps = torch.zeros_like(v)
+
+    def substitute(rows: Tensor) -> None:
+        columns = order[rows, : int(count[rows].max())]
+        real = torch.arange(columns.shape[1], device=rows.device) < count[rows].unsqueeze(1)
+        asked = v[rows].gather(1, columns) * real
+        found = torch.linalg.solve_triangular(blocks(inverse, columns, real), asked.unsqueeze(2), upper=False)
+        steps[rows.unsqueeze(1), columns] = found.squeeze(2)
+
+    by_rows(substitute, count)
+    return steps
