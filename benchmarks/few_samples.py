@@ -2,7 +2,7 @@
 
     python -m benchmarks.few_samples [--images 100,300,1000,3000] [--kept 0.1] [--network]
 
-Relative errors on the other images: with no more damping than makes Ψ invertible, with what `lobs.linalg.few_samples` adds, and
+Relative errors on the other images: with no more damping than makes Ψ invertible, with what `lobs.metric.few_samples` adds, and
 with the best of seven steps, chosen by looking at the other images. `--network` prunes whole networks too, and tests them.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import lobs
-from lobs import Problem, collect, linalg, solve, zoo
+from lobs import Problem, collect, metric, solve, zoo
 from lobs.bridge import layer_problem
 from lobs.data import mnist
 from lobs.layers import find_layers
@@ -60,7 +60,7 @@ def layers(counts: list[int], removed: float) -> None:
             size = float(problem.moment.diagonal(dim1=-2, dim2=-1).mean())
             least, by_rule = error(replace(problem, samples=None)), error(problem)
             best, step = min((error(replace(problem, damping=step * size)), step) for step in STEPS)
-            share = linalg.few_samples(problem.weight.shape[-1], moments.count)
+            share = metric.few_samples(problem.weight.shape[-1], moments.count)
             ratios.append((by_rule / least, by_rule / best))
             line = f"{network_name + ' ' + name:14} {layer.columns:7} {images:6} {moments.count:7}"
             print(f"{line} {least:8.4f} {by_rule:8.4f} {share:6.3f} {best:8.4f} {step:6.0e}", flush=True)
@@ -75,7 +75,7 @@ def network(name: str, counts: list[int], removed: float) -> None:
     for images in counts:
         batches = train.batches(images, images)
         by_rule = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
-        with patch("lobs.linalg.few_samples", lambda *_: 0.0):
+        with patch("lobs.metric.few_samples", lambda *_: 0.0):
             least = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
         print(f"  {images:5} images: {least:.2f} with the least damping, {by_rule:.2f} by rule", flush=True)
 

@@ -214,9 +214,10 @@ def _resnet(results: dict[str, Any]) -> list[str]:
     for name in names:
         r = results[name.replace("/", "-")]
         seconds = [_n(r.get("calibration_seconds"), ".0f"), _n(r.get("prune_seconds"), ".0f")]
+        seen = _n(r.get("settings", {}).get("samples"), "d")
         drop = "–" if dense is None or r is dense else _drop(dense["right"][:: dense["images"] // r["images"]], r["right"])
         rows.append(
-            [name.removeprefix("resnet50/"), _n(r["kept_percent"], ".1f"), _n(r["top1"]), drop, _n(r["top5"]), str(r["images"]), *seconds,
+            [name.removeprefix("resnet50/"), _n(r["kept_percent"], ".1f"), _n(r["top1"]), drop, _n(r["top5"]), str(r["images"]), seen, *seconds,
              _n(r["peak_gigabytes"], ".1f"), str(r["threads"])]
         )  # fmt: skip
     columns = [
@@ -226,14 +227,15 @@ def _resnet(results: dict[str, Any]) -> list[str]:
         "fall of top-1",
         "top-5",
         "images",
+        "seen",
         "calibration, s",
         "with solving, s",
         "peak GB",
         "threads",
     ]
     words = (
-        f"Statistics from {resnet.CALIBRATION} training images. The fall is counted on the same images, with its standard error. The layer-wise "
-        "methods share one calibration; peak memory is the whole process's.\n\nCommand: `lobs --data FOLDER reproduce resnet`.\n"
+        "Statistics come from as many training images as the row has seen. The fall is counted on the same images, with its standard error. "
+        "The layer-wise methods share one calibration; peak memory is the whole process's.\n\nCommand: `lobs --data FOLDER reproduce resnet`.\n"
     )
     return ["## ResNet-50\n", _table(columns, rows), words] if rows else []
 

@@ -1,8 +1,9 @@
 """ResNet-50 on ImageNet, all layers at one CR: top-1 and top-5 against the CR for magnitude, L-OBS, exact and the default method.
 
 Statistics come from `CALIBRATION` of the training images in the data folder, accuracy from its 3,000 validation images for the rows that
-matter most (`CLOSELY`) and from a third of them for the others, spread over the classes. The layer-wise methods share one pass of statistics on the dense network; "auto" is the default solver there, greedy
-where that is affordable and alternating directions with swaps elsewhere. "default" is `lobs.prune` as anyone would call it, at one CR for
+matter most (`CLOSELY`) and from a third of them for the others, spread over the classes. The layer-wise methods share one pass of
+statistics on the dense network; "auto" is the default solver there, greedy where that is affordable and alternating directions
+with swaps elsewhere. "default" is `lobs.prune` as anyone would call it, at one CR for
 every layer; "shared" is beside "auto" what one budget for all layers gives, on the same dense inputs, batch norms re-estimated.
 """
 
@@ -30,7 +31,7 @@ NETWORK = "resnet50-v1"
 METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "exact": "exact", "auto, dense inputs": "auto", "default": "default"}
 KEPT = (80, 70, 60, 50, 45, 40, 30)
 # What two shared cores finish: an image costs some 15 G multiply-adds to calibrate on and 4 to be tested on.
-CALIBRATION = 500
+CALIBRATION = 1000
 VALIDATION, FEWER = 3000, 1000
 CLOSELY = ("dense", "lobs-50", "exact-50", "auto-50", "default-50", "default-30", "shared-30")
 

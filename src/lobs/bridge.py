@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lobs import linalg, scores
+from lobs import linalg, metric, scores
 from lobs.layers import Layer
 from lobs.problem import Problem
 from lobs.result import Histogram
@@ -55,7 +55,7 @@ def asymmetric_problem(problem: Problem, missed: Tensor) -> Problem:
         return aimed(problem, missed.to(problem.weight.device))
     parts = []
     for (weight, moment), away in zip(problem.groups, missed.to(problem.weight.device), strict=True):
-        few = linalg.few_samples(len(moment), problem.samples) * float(linalg.own_energy(moment, problem.protected))
+        few = metric.few_samples(len(moment), problem.samples) * float(metric.own_energy(moment, problem.protected))
         lam = max(_TETHER * float(moment.diagonal().mean()), few)
         if lam == 0:  # nothing reaches the layer, so nothing can be mended there
             parts.append(weight)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lobs.errors import ProblemError, SolverError, TargetError
-from lobs.linalg import Metric, metrics
+from lobs.metric import Metric, metrics
 from lobs.solution import Solution
 from lobs.targets import Budget, ErrorBudget, Sparsity, Target
 
@@ -34,7 +34,7 @@ class Problem:
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
         curvature: diagonal of the loss's curvature in the weight's shape; only `obd-fisher` needs it.
         samples: how many inputs Ψ averages; with fewer than ten a column it is damped.
-        damping: λ added to Ψ's diagonal; None lets `linalg.metric` choose, 0 unless Ψ is singular or of few samples.
+        damping: λ added to Ψ's diagonal; None lets `lobs.metric` choose, 0 unless Ψ is singular or of few samples.
         row_weight: how much each row's error matters when rows compete for what may stay, (rows,) or (groups, rows); it decides
             which weights go, while errors are still counted plainly.
         positions: how many columns in a row belong to one input channel: the size of a convolution's kernel.

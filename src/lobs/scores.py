@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lobs.errors import ProblemError
-from lobs.linalg import Metric
+from lobs.metric import Metric
 from lobs.problem import Problem
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lobs import linalg, memory
+from lobs import linalg, memory, metric
 from lobs.problem import Problem
 from lobs.statistics import Moments
 
@@ -25,13 +25,13 @@ def wide_problem(dense: Tensor, moments: Moments, *, mine: bool, **settings: Any
     """The problem of a wide layer; if the moments are `mine`, their memory becomes the problem's."""
     psi = moments.taken() if mine else moments.moment
     psi = psi.to(dense.device)
-    ridge = max(RIDGE, linalg.few_samples(psi.shape[-1], moments.count))
+    ridge = max(RIDGE, metric.few_samples(psi.shape[-1], moments.count))
     scale = linalg.equilibrate(psi[0], ridge)
     weight, kind = dense.to(torch.float32) * scale, dense.dtype
     problem = Problem(weight, psi, samples=moments.count, ridge=ridge, units=scale, kind=kind, **settings)
     # What the moment was made into is what solvers want of it. λ is told in Ψ's units, as everywhere.
     told = ridge * float(scale.square().mean())
-    ready = linalg.Metric(psi[0], torch.ones_like(scale), told, least=ridge / (1 + ridge))
+    ready = metric.Metric(psi[0], torch.ones_like(scale), told, least=ridge / (1 + ridge))
     problem.__dict__["metrics"] = (ready,)
     return problem
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lobs import linalg
 from lobs.masks import mask_from_order, removal_order
+from lobs.metric import Metric
 from lobs.problem import Problem
 from lobs.progress import track
 from lobs.solution import Solution
@@ -78,7 +79,7 @@ def block_path(problem: Problem, high: int, wide: int, steps: int | None = None)
 
 
 def _stripes(
-    metric: linalg.Metric, weight: Tensor, protected: int, high: int, wide: int, steps: int | None, name: str
+    metric: Metric, weight: Tensor, protected: int, high: int, wide: int, steps: int | None, name: str
 ) -> tuple[Tensor, Tensor]:
     rows, d = weight.shape
     free = d - protected

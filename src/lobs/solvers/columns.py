@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lobs import linalg, memory
 from lobs.errors import SolverError
+from lobs.metric import Metric
 from lobs.problem import Problem, choose_count, finish
 from lobs.progress import track
 from lobs.solution import Solution
@@ -63,7 +64,7 @@ class Columns:
     def _group(
         self,
         problem: Problem,
-        metric: linalg.Metric,
+        metric: Metric,
         weight: Tensor,
         importance: Tensor,
         quota: _Quota,

@@ -13,9 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lobs import kernels, linalg
+from lobs import kernels
 from lobs.distributed import crew
 from lobs.masks import mask_from_order, removal_order
+from lobs.metric import Metric
 from lobs.problem import Problem, choose_count
 from lobs.solution import Solution
 from lobs.solvers.blocks import solve_blocks
@@ -34,7 +35,7 @@ class DeletionPath:
     """
 
     problem: Problem
-    metrics: tuple[linalg.Metric, ...]
+    metrics: tuple[Metric, ...]
     columns: Tensor
     losses: Tensor
 
@@ -118,7 +119,7 @@ class Exact:
                 return solve_structured(problem, target)
         return self.path(problem).solve(target)
 
-    def _sweep(self, metric: linalg.Metric, weight: Tensor, protected: int, name: str) -> tuple[Tensor, Tensor]:
+    def _sweep(self, metric: Metric, weight: Tensor, protected: int, name: str) -> tuple[Tensor, Tensor]:
         d = weight.shape[-1]
         # Kernels want the protected columns first; the bias stands last.
         to_front = torch.arange(d, device=weight.device).roll(protected)

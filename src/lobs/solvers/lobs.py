@@ -15,6 +15,7 @@ from lobs import linalg, scores
 from lobs.errors import SolverError
 from lobs.kernels.rows import blocks, by_rows
 from lobs.masks import mask_from_order, removal_order
+from lobs.metric import Metric
 from lobs.problem import Problem, choose_count, finish
 from lobs.solution import Solution
 from lobs.targets import Target
@@ -55,7 +56,7 @@ class LOBS:
         return solution_at(choose_count(problem, target, lambda k: solution_at(k).error))
 
 
-def _compensate(weight: Tensor, metric: linalg.Metric, sensitivity: Tensor, mask: Tensor) -> Tensor:
+def _compensate(weight: Tensor, metric: Metric, sensitivity: Tensor, mask: Tensor) -> Tensor:
     """Delete in order of sensitivity, each time moving the row by −(w_q/[Ψ⁻¹]_qq) Ψ⁻¹e_q with w_q as it now stands.
 
     A panel of deletions at a time: first all rows' steps, then one product moves their weights. The mask goes on at the
@@ -85,8 +86,7 @@ def _steps(v: Tensor, inverse: Tensor, order: Tensor, count: Tensor) -> Tensor:
         columns = order[rows, : int(count[rows].max())]
         real = torch.arange(columns.shape[1], device=rows.device) < count[rows].unsqueeze(1)
         asked = v[rows].gather(1, columns) * real
-        found = torch.linalg.solve_triangular(blocks(inverse, columns, real), asked.unsqueeze(2), upper=False)
-        steps[rows.unsqueeze(1), columns] = found.squeeze(2)
+        steps[rows.unsqueeze(1), columns] = linalg.substitute(blocks(inverse, columns, real), asked)
 
     by_rows(substitute, count)
     return steps

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lobs import kernels, linalg
 from lobs.kernels import Quota
-from lobs.linalg import Metric
+from lobs.metric import Metric
 from lobs.problem import Problem
 from lobs.solution import Solution
 from lobs.solvers.nbym_admm import Keeper, admm_mask

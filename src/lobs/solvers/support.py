@@ -8,6 +8,7 @@ from torch import Tensor
 from lobs import linalg
 from lobs.distributed import crew
 from lobs.kernels.rows import blocks, by_rows, listed
+from lobs.metric import Metric
 from lobs.problem import Problem, finish
 from lobs.solution import Solution
 
@@ -20,12 +21,12 @@ _FEW, _MANY = 1e7, 2e10
 _ROUNDING = 1e-3
 
 
-def single_precision(metric: linalg.Metric, weight: Tensor) -> bool:
+def single_precision(metric: Metric, weight: Tensor) -> bool:
     """May the search for a support run in float32?"""
     return weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
 
 
-def sweep_dtype(metric: linalg.Metric, weight: Tensor) -> torch.dtype:
+def sweep_dtype(metric: Metric, weight: Tensor) -> torch.dtype:
     """What a search for a support runs in: float32 where it may."""
     return torch.float32 if single_precision(metric, weight) else torch.float64
 
