@@ -54,8 +54,19 @@ def lines(
     for (label, at), style in zip(levels.items(), ("--", ":", "-."), strict=False):
         one.axhline(at, linestyle=style, color="black", linewidth=1, label=label)
     one.set(**options)
+    if options.get("yscale") == "log":
+        _plain_numbers(one)
     one.legend(fontsize=8)
     save(figure, path)
+
+
+def _plain_numbers(one: Any) -> None:
+    """Errors in percent are read as 1, 2, 5, 10, not as powers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    one.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    one.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    one.yaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Any, path: Path) -> None:
