@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from experiments.dong2017 import few_iterations, readme
+from experiments.dong2017 import _asked_for, few_iterations, readme
 
 STAGED = {
     "iterations": 30,
@@ -20,6 +20,12 @@ def test_an_error_counts_only_once_the_last_stage_is_pruned():
     assert few_iterations.needed(STAGED, 2.0) == 20  # not at 10, where the first stage had 1.0
     assert few_iterations.needed({"iterations": 20, "history": [[0, 5.0], [10, 2.0]]}, 2.0) == 10
     assert few_iterations.needed(STAGED, 0.5) is None
+
+
+def test_a_whole_name_means_one_row_and_a_part_all_that_hold_it():
+    offered = ["lenet5/lobs", "lenet5/lobs-iterative", "lenet300/lobs"]
+    chosen = {part: [row for row in offered if _asked_for(row, [part], offered)] for part in ("lenet5/lobs", "lenet5", "lobs")}
+    assert chosen == {"lenet5/lobs": ["lenet5/lobs"], "lenet5": offered[:2], "lobs": offered}
 
 
 def test_a_fall_of_accuracy_is_told_with_the_error_of_paired_answers():

@@ -106,7 +106,7 @@ def test_moments_in_strips_are_the_plain_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("inputs", ["dense", "asymmetric", "pruned"])
-@pytest.mark.parametrize("solver", ["auto", "admm", "columns"])
+@pytest.mark.parametrize("solver", ["auto", "admm", "columns", "lobs"])
 def test_wide_layers_lose_as_little(monkeypatch, inputs, solver):
     """The lean form is the same problem but for a thousandth of damping and single precision."""
     model, target = network(), Sparsity(0.5, scope="layer")
@@ -124,6 +124,21 @@ def test_scores_speak_of_a_wide_layers_own_weights(monkeypatch, solver):
     monkeypatch.setattr("lobs.memory._WIDE", 1)
     lean = lobs.prune(model, batches(), target, solver=solver, inputs="dense", progress=False)
     assert all(torch.equal(mask, lean.masks[name]) for name, mask in plain.masks.items())
+
+
+def test_lobs_takes_a_wide_layers_moment_as_it_was_made_ready(wide):
+    cuts = [
+        lobs.prune(network(), batches(), Sparsity(0.5, scope="layer"), solver=s, inputs="dense", progress=False)
+        for s in ("exact", "lobs")
+    ]
+    dampings = [[layer.damping for layer in cut.layers] for cut in cuts]
+    assert dampings[0] == dampings[1] and min(dampings[0]) > 0
+
+
+def test_a_dry_run_knows_that_given_damping_takes_double_precision(monkeypatch):
+    monkeypatch.setattr("lobs.memory._WIDE", 1)
+    lean, plain = (lobs.forecast(network(), batches(), 0.5, damping=x).widest_bytes for x in (None, 0.1))
+    assert plain > lean
 
 
 @pytest.mark.parametrize("solver", ["auto", "admm", "columns", "exact", "lobs", "magnitude"])

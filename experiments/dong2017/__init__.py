@@ -71,7 +71,7 @@ def run(
     for name in what or EXPERIMENTS:
         module = EXPERIMENTS[name]
         offered = _QUICK.get(name, module.names()) if quick and rows is None else module.names()
-        for group in _groups([row for row in offered if rows is None or any(part in row for part in rows)]):
+        for group in _groups([row for row in offered if rows is None or _asked_for(row, rows, offered)]):
             matched = True
             try:
                 done += module.run(lab, group)
@@ -83,6 +83,11 @@ def run(
     if not matched:
         raise LobsError(f"--rows {','.join(rows or [])} matches nothing. `lobs reproduce --list` says what there is.")
     return done
+
+
+def _asked_for(row: str, parts: list[str], offered: list[str]) -> bool:
+    """Whether a part of a name stands in this row's; a whole name means that row and no longer one."""
+    return any(part == row if part in offered else part in row for part in parts)
 
 
 def _groups(rows: list[str]) -> list[list[str]]:

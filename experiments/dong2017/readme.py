@@ -65,10 +65,10 @@ _NOTES = """## How to read it, and where it differs
 """
 _FIGURES = [
     ("first-layer", "First layer of LeNet-300-100, pruned alone to the end", "The paper: L-OBS holds until about 96 %."),
-    ("sensitivity", "Sensitivities of that layer", "The paper: over 90 % lie below 0.001."),
+    ("sensitivity", "Sensitivities of the first layer of LeNet-300-100", "The paper: over 90 % lie below 0.001."),
     (
         "epsilon",
-        "Tolerable error against pruning ratio",
+        "Tolerable error against pruning ratio of that layer",
         "The published rule stops where one weight more would cost ε; what the layer has lost by then is far more (the other curve).",
     ),
     ("retraining", "Retraining LeNet-5", "The paper: L-OBS is back after 740 iterations."),

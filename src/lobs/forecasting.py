@@ -21,7 +21,7 @@ from lobs.gather import moment_bytes, passes
 from lobs.layers import Layer
 from lobs.memory import spelled
 from lobs.problem import Solver
-from lobs.solvers import ADMM, Auto, Columns
+from lobs.solvers import ADMM, LOBS, Auto, Columns
 from lobs.solvers.auto import PRODUCT, seconds_of
 
 _ROWS = 2**28  # bytes for the rows that are worked on together
@@ -133,6 +133,8 @@ def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: boo
     """What calibrating and solving one layer takes at most, beside the networks."""
     d, weights = layer.columns + 1, layer.weight.numel()
     if memory.lean(layer.groups, layer.columns) and not damped:
+        if isinstance(solver, LOBS):  # Ψ, its inverse, and a dozen forms of the weights
+            return _ROWS + 8 * d**2 + 56 * weights
         directions = ADMM.bytes(layer.rows, d)
         if isinstance(solver, Columns) or (isinstance(solver, Auto) and not memory.affords(directions)):
             return _ROWS + 4 * d**2 + 9 * weights

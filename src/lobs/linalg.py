@@ -206,7 +206,7 @@ def spd_solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
     """Invert Ψ by the paper's recursion: A ← A − (A y yᵀ A)/(n + yᵀ A y) from A = αI; ends at (Ψ + I/α)⁻¹.
 
-    Kept as the bridge to the paper (`lobs.metric` with λ = 1/α is the same matrix at a fraction of the cost).
+    Kept as the bridge to the paper (`lobs.metric.metric` with λ = 1/α is the same matrix at a fraction of the cost).
     """
     n, d = samples.shape
     a = torch.eye(d, dtype=torch.float64, device=samples.device) * alpha

@@ -67,7 +67,8 @@ def prune(
         inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned layers before it give and must
             reproduce what the dense network gives there, so that it mends what they spoiled. "pruned": the same inputs, but
             only the layer's own dense weights to reproduce. "dense": every layer sees what the dense network feeds it; one
-            pass over the data. By default "asymmetric", but "dense" for an `ErrorBudget`, which speaks of each layer by itself.
+            pass over the data for all moments. By default "asymmetric", but "dense" for an `ErrorBudget`, which speaks of each
+            layer by itself.
         layers: names or globs of the layers to prune; all of the kinds that `lobs` knows by default.
         skip: names or globs of layers to leave alone.
         inplace: write into `model` itself instead of a copy.
@@ -158,8 +159,16 @@ def prune(
         "samples": calibration.samples,
         "calibration seconds": round(calibrated, 2),
     }
+    if _shared(wanted) and not trials:  # which share it out once each
+        said["passes"] = passes
+    if damping is not None:
+        said["damping"] = damping
+    if prune_bias:
+        said["biases"] = "may be removed"
     if outcome.norms is not None:
         said["batch norm"] = str(outcome.norms)
+    elif not batch_norm:
+        said["batch norm"] = "not re-estimated"
     if trials:
         said["trials"] = [asdict(trial) for trial in trials]
     return Pruning(
@@ -187,6 +196,7 @@ def forecast(
     layers: str | Iterable[str] | None = None,
     skip: str | Iterable[str] = (),
     passes: int = 2,
+    damping: float | None = None,
     memory: str | float | None = None,
 ) -> Forecast:
     """What `prune` with these arguments would take: passes over the data, bytes, about how many seconds.
@@ -196,8 +206,8 @@ def forecast(
     wanted, data, found = _wanted(model, target, passes), guarded(batches), find_layers(model, layers, skip)
     check_names(wanted, [layer.name for layer in found])
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
-        options: dict[str, Any] = {"inputs": _chosen_inputs(inputs, wanted), "shared": _shared(wanted), "rounds": passes}
-        return _forecast(model, data, found, as_solver(solver), **options)
+        options: dict[str, Any] = {"shared": _shared(wanted), "rounds": passes, "damped": damping is not None}
+        return _forecast(model, data, found, as_solver(solver), inputs=_chosen_inputs(inputs, wanted), **options)
 
 
 def _wanted(model: nn.Module, target: Target | float, passes: int) -> Target:

@@ -151,6 +151,8 @@ class Problem:
 
     def damped_metrics(self, first: float = 0.0) -> list[Metric]:
         """The same with damping that starts from `first` where a moment is singular."""
+        if self.units is not None:  # a wide layer's moment has been made ready, for all solvers
+            return list(self.metrics)
         psi = self.moment if self.moment.dim() == 3 else self.moment.unsqueeze(0)
         return metrics(psi, self.damping, first=first, protected=self.protected, name=self.name, samples=self.samples)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lobs import LobsError
@@ -50,6 +52,25 @@ def test_max_drop_stays_within_and_reports_every_trial(own):
     assert done["after"] - done["before"] <= 5
     trials = done["settings"]["trials"]
     assert 1 < len(trials) <= 8 and done["kept"] == min(t["kept"] for t in trials if t["drop"] <= 5)
+
+
+def test_trials_have_a_table_in_the_report(own):
+    trials = as_json("prune", own, "--max-drop", 5, "--report", "trials.html")["settings"]["trials"]
+    page = Path("trials.html").read_text(encoding="utf-8")
+    assert "<h2>Trials</h2>" in page and "'score'" not in page
+    assert all(f"<td>{trial['kept']:,}</td>" in page for trial in trials)
+
+
+def test_the_time_for_exchanging_weights_is_the_users(own):
+    assert "seconds=0.5" in as_json("prune", own, "--keep", "50%", "--seconds", 0.5)["settings"]["solver"]
+
+
+def test_what_was_asked_for_is_recorded(own):
+    said = as_json("prune", own, "--keep", "50%", "--passes", 1, "--damping", 0.01, "--prune-bias", "--no-batch-norm")[
+        "settings"
+    ]
+    assert said["passes"] == 1 and said["damping"] == 0.01 and said["biases"] == "may be removed"
+    assert said["batch norm"] == "not re-estimated"
 
 
 def test_a_score_may_be_larger_the_better(own):

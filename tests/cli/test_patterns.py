@@ -46,6 +46,17 @@ def test_n_by_m_from_the_shell(folder):
     assert bool((masks["0.weight"].view(8, 3, 4).sum(-1) == 1).all()) and bool(masks["5.weight"].all())
 
 
+def test_n_by_m_along_channels_is_recorded_and_kept(folder):
+    assert prune("--pattern", "2:4", "--along", "channels").exit_code == 0
+    assert "along='channels'" in load("p.safetensors").record["settings"]["target"]
+
+
+def test_a_pattern_is_in_the_report(folder):
+    assert prune("--pattern", "2:4", "--report", "r.html").exit_code == 0
+    page = (folder / "r.html").read_text(encoding="utf-8")
+    assert "NByM(n=2, m=4" in page and "batch norms" in page
+
+
 def test_blocks_from_the_shell(folder):
     prune("--block", "2x4", "--sparsity", "50%")
     mask = load("p.safetensors").masks["0.weight"].view(4, 2, 3, 4)
@@ -75,6 +86,9 @@ def test_batch_norm_can_be_left_alone(folder):
         (("--pattern", "2by4"), "not n:m"),
         (("--pattern", "0=2:4,3=1:8"), "with one m"),
         (("--pattern", "6:4"), "0 ≤ n ≤ m"),
+        (("--pattern", "2:4", "--along", "rows"), "use 'columns' or 'channels'"),
+        (("--along", "channels", "--keep", "0.5"), "--along goes with --pattern"),
+        (("--seconds", "1", "--solver", "exact", "--keep", "0.5"), "--seconds goes with --solver auto"),
         (("--block", "4", "--keep", "0.5"), "ROWSxCOLUMNS"),
         (("--structured", "rows", "--keep", "0.5"), "use 'units' or 'inputs'"),
         (("--structured", "units", "--epsilon", "0.5"), "goes with --keep or --sparsity"),

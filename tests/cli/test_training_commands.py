@@ -57,6 +57,18 @@ def test_iterate_runs_its_stages_and_saves_the_last(tmp_path):
     assert sum(int(m.sum()) for name, m in saved.masks.items() if name.endswith("weight")) == done["stages"][-1]["kept"]
 
 
+def test_iterate_prunes_on_the_inputs_asked_for(monkeypatch):
+    seen = {}
+
+    def stop(*args, pruning, **more):
+        seen.update(pruning)
+        raise LobsError("enough")
+
+    monkeypatch.setattr("lobs.stages.iterate", stop)
+    refused("enough", "iterate", "lenet300", "--stages", "50%:1", "--solver", "lobs", "--inputs", "dense", "--samples", 100)
+    assert seen == {"solver": "lobs", "inputs": "dense"}
+
+
 def test_stages_are_read_with_one_number_or_layer_by_layer():
     first, second = parse_stages("5%:200; fc1=1%,fc*=0.04:443")
     assert first.iterations == 200 and first.target.fraction == pytest.approx(0.95)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 PatternOption = Annotated[
     str | None, typer.Option(help="Keep n of every m weights: 2:4, 4:8, or fc1=2:4,fc*=1:4 with one m for all.")
 ]
+AlongOption = Annotated[
+    str | None,
+    typer.Option(
+        help="With --pattern, what m consecutive ones are: columns as they lie (default), or channels of a convolution."
+    ),
+]
 BlockOption = Annotated[str | None, typer.Option(help="With --keep or --sparsity: remove whole blocks, such as 1x4 or 4x4.")]
 StructuredOption = Annotated[
     str | None, typer.Option(help="With --keep or --sparsity: remove whole units, or whole inputs (input channels).")
@@ -22,11 +28,19 @@ StructuredOption = Annotated[
 
 
 def pattern_target(
-    pattern: str | None, block: str | None, structured: str | None, keep: str | None, sparsity: str | None, scope: str | None
+    pattern: str | None,
+    along: str | None,
+    block: str | None,
+    structured: str | None,
+    keep: str | None,
+    sparsity: str | None,
+    scope: str | None,
 ) -> Target | None:
     """The target that the options ask for; None where they ask for no pattern."""
     from lobs.targets import Block, Structured
 
+    if along is not None and pattern is None:
+        raise TargetError("--along goes with --pattern.")
     if not (pattern or block or structured):
         return None
     if (pattern is not None) + (block is not None) + (structured is not None) > 1:
@@ -34,7 +48,7 @@ def pattern_target(
     if scope == "network":
         raise TargetError("--scope network does not go with patterns; they are each layer's own.")
     if pattern is not None:
-        return _n_by_m(pattern)
+        return _n_by_m(pattern, along)
     if keep is None and sparsity is None:
         raise TargetError(f"--{'block' if block else 'structured'} goes with --keep or --sparsity.")
     fraction = complement(parse_fractions(keep, "--keep")) if keep else parse_fractions(sparsity or "", "--sparsity")
@@ -43,7 +57,7 @@ def pattern_target(
     return Structured(fraction, structured)  # type: ignore[arg-type]  # checked there, with the choices in its message
 
 
-def _n_by_m(text: str) -> Target:
+def _n_by_m(text: str, along: str | None) -> Target:
     from lobs.targets import NByM
 
     pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
@@ -55,7 +69,8 @@ def _n_by_m(text: str) -> Target:
             f"--pattern {text!r} is not n:m, or name=n:m pairs with one m. Examples: 2:4, fc1=2:4,fc*=1:4."
         ) from None
     kept = {name: n for name, (n, _) in parsed.items()}
-    return NByM(kept[""] if set(kept) == {""} else kept, m)
+    chosen: Any = {} if along is None else {"along": along}  # checked there, with the choices in its message
+    return NByM(kept[""] if set(kept) == {""} else kept, m, **chosen)
 
 
 def _sides(text: str) -> tuple[int, int]:

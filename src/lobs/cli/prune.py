@@ -37,10 +37,11 @@ from lobs.cli.common import (
     say,
     writable,
 )
-from lobs.cli.patterns import BlockOption, PatternOption, StructuredOption, pattern_target
+from lobs.cli.patterns import AlongOption, BlockOption, PatternOption, StructuredOption, pattern_target
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
+    from lobs.problem import Solver
     from lobs.targets import Target
 
 
@@ -64,9 +65,13 @@ def prune(
         ),
     ] = None,
     pattern: PatternOption = None,
+    along: AlongOption = None,
     block: BlockOption = None,
     structured: StructuredOption = None,
     solver: SolverOption = "auto",
+    seconds: Annotated[
+        float | None, typer.Option(min=0, help="With --solver auto: stop exchanging weights in a layer after so long.")
+    ] = None,
     inputs: Annotated[
         str | None,
         typer.Option(
@@ -115,7 +120,7 @@ def prune(
     )  # fmt: skip
     if relative and epsilon is None:
         raise LobsError("--relative goes with --epsilon.")
-    shaped = pattern_target(pattern, block, structured, keep, sparsity, scope)
+    shaped = pattern_target(pattern, along, block, structured, keep, sparsity, scope)
     kept_limits = limits(at_least, at_most)
     if shaped is not None and kept_limits:
         raise LobsError("--at-least and --at-most go with a budget for the whole network, not with a pattern.")
@@ -130,15 +135,17 @@ def prune(
     from lobs.pipeline import forecast
     from lobs.pipeline import prune as run
 
+    chosen = _solver(solver, seconds)
     with launched(time_out) as crew, notes():
         subject = open_subject(network, samples, trust=trust)
         if crew.leads and (dry_run or (memory is not None and not json)):
             choices: dict[str, Any] = {
-                "solver": solver,
+                "solver": chosen,
                 "inputs": inputs,
                 "layers": layers,
                 "skip": skip or (),
                 "passes": passes,
+                "damping": damping,
             }
             ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
             print_json(ahead.as_dict()) if json else say(str(ahead))
@@ -150,7 +157,7 @@ def prune(
             subject.model,
             subject.batches if alone else share(subject.batches, crew),
             target,
-            solver=solver,
+            solver=chosen,
             inputs=inputs,  # type: ignore[arg-type]  # checked by prune, with the choices in its message
             layers=layers,
             skip=skip or (),
@@ -205,6 +212,16 @@ def _target(
     else:
         fraction = parse_fractions(sparsity or "", "--sparsity")
     return Sparsity(fraction, scope=scope, **limits)  # type: ignore[arg-type]  # checked there, with the choices in its message
+
+
+def _solver(name: str, seconds: float | None) -> str | Solver:
+    from lobs.solvers import Auto
+
+    if seconds is None:
+        return name
+    if name != "auto":
+        raise LobsError(f"--seconds goes with --solver auto, whose exchange of weights it limits; {name} has none to limit.")
+    return Auto(seconds=seconds)
 
 
 def _write(

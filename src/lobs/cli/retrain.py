@@ -86,7 +86,8 @@ def iterate(
     stages: Annotated[str, typer.Option(help="KEEP:ITERATIONS for each stage, such as 5%:200;fc1=1%,fc*=4%:443.")],
     out: Annotated[Path | None, typer.Option(help="Where to save the network of the last stage.")] = None,
     scope: Annotated[str | None, typer.Option(help="layer or network, for one number; prune's default if not given.")] = None,
-    solver: SolverOption = "exact",
+    solver: SolverOption = "auto",
+    inputs: Annotated[str | None, typer.Option(help="asymmetric, pruned or dense; prune's default if not given.")] = None,
     samples: SamplesOption = None,
     batch: BatchOption = None,
     rate: RateOption = None,
@@ -99,7 +100,8 @@ def iterate(
 ) -> None:
     """Prune, retrain, prune further, retrain: as many stages as wanted.
 
-    Example: `lobs iterate lenet300 --solver lobs --stages "fc1=7%,fc2=20%,fc3=70%:300;fc1=1%,fc2=4%,fc3=54%:343"`
+    Examples: `lobs iterate lenet300 --stages "5%:200;1.5%:443" --distil`; as published,
+    `lobs iterate lenet300 --solver lobs --inputs dense --stages "fc1=7%,fc2=20%,fc3=70%:300;fc1=1%,fc2=4%,fc3=54%:343"`
     """
     writable(out)
     plan = parse_stages(stages, scope)
@@ -112,7 +114,7 @@ def iterate(
     data = settings.pop("data")
     with notes():
         done = run(
-            subject.model, subject.batches, data, plan, evaluate=subject.evaluate, pruning={"solver": solver},
+            subject.model, subject.batches, data, plan, evaluate=subject.evaluate, pruning={"solver": solver, "inputs": inputs},
             retraining=settings, folder=None if keep_in is None else folder(keep_in), progress=not json,
         )  # fmt: skip
     rows = [{**vars(stage), "kept_fraction": stage.kept_fraction} for stage in done.stages]

@@ -75,10 +75,23 @@ def side_by_side(runs: Sequence[Run]) -> dict[str, list[LayerResult | None]]:
 
 
 def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Every setting by name: one value where all runs agree, else one a run."""
-    names = dict.fromkeys(key for run in runs for key in run.pruning.settings)
+    """Every setting by name: one value where all runs agree, else one a run. Trials have a table of their own."""
+    names = dict.fromkeys(key for run in runs for key in run.pruning.settings if not (key == "trials" and trials(run)))
     rows = {name: [str(run.pruning.settings.get(name, "–")) for run in runs] for name in names}
     return {name: values if len(set(values)) > 1 else values[:1] for name, values in rows.items()}
+
+
+def trials(run: Run) -> list[list[str]]:
+    """What the search for a largest drop has tried: weights kept, their share, score and drop."""
+    found = run.pruning.settings.get("trials")
+    total = max(1, run.pruning.total)
+    try:
+        return [
+            [f"{int(t['kept']):,}", percent(int(t["kept"]) / total), number(float(t["score"])), number(float(t["drop"]))]
+            for t in (found if isinstance(found, list) else [])
+        ]
+    except (KeyError, TypeError, ValueError, OverflowError):  # a file may say anything
+        return []
 
 
 def environment() -> dict[str, str]:

@@ -84,8 +84,10 @@ def seconds_of(solver: Solver, groups: int, rows: int, d: int) -> float:
     match solver:
         case Scored():
             return 0.0
-        case Exact() | LOBS():
+        case Exact():
             return greedy
+        case LOBS():
+            return (_FACTOR * groups * d**3 + PRODUCT * 8 * rows * d**2) / 1e9
         case ADMM():
             return directions
         case Columns():

@@ -6,7 +6,7 @@ stop rule by ε is the corrected one, on the layer's recomputed error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from lobs.targets import Target
 
 @dataclass(frozen=True)
 class LOBS:
-    """The published method. Time rows·d² for the sweep plus d³ for the inverse; memory of a few copies of the weight.
+    """The published method. Time of at most eight products rows·d², plus d³ for the inverse; memory of a few copies of W.
 
     By ratio it sweeps once; by ε it searches the count with about log₂(weights) sweeps. `alpha` is the paper's α: where Ψ is
     singular, 1/α goes onto its diagonal (the paper gives the range 10⁴ … 10⁸).
@@ -38,7 +38,8 @@ class LOBS:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the module."""
-        metrics = problem.damped_metrics(first=1 / self.alpha)
+        damped = problem.damped_metrics(first=1 / self.alpha)
+        metrics = [replace(m, known_inverse=m.inverse) for m in damped]  # where it is not kept, taken only once
         sensitivity = torch.stack([scores.obs(w, m) for (w, _), m in zip(problem.groups, metrics, strict=True)])
         shape = tuple(sensitivity.shape)
         order = removal_order(sensitivity, problem.protected)
@@ -66,13 +67,14 @@ def _compensate(weight: Tensor, metric: Metric, sensitivity: Tensor, mask: Tenso
     # Kept weights sort last, so that the t-th entry of every row is its t-th deletion.
     order = torch.where(mask, torch.inf, sensitivity).sort(dim=1, stable=True).indices
     count = (~mask).sum(dim=1)
-    for done in range(0, int(count.max()) if count.numel() else 0, _PANEL):
-        panel = order[:, done : done + _PANEL]
+    wide = max(_PANEL, weight.shape[-1] // 8)
+    for done in range(0, int(count.max()) if count.numel() else 0, wide):
+        panel = order[:, done : done + wide]
         v -= _steps(v, metric.inverse, panel, (count - done).clamp(0, panel.shape[1])) @ metric.inverse
     return metric.unscaled(v, weight, mask)
 
 
-_PANEL = 256  # deletions of a row at a time: fewer need more products, more of them longer triangles
+_PANEL = 256  # deletions of a row at a time, at least: fewer need more products, more of them longer triangles
 
 
 def _steps(v: Tensor, inverse: Tensor, order: Tensor, count: Tensor) -> Tensor:
