@@ -31,7 +31,7 @@ _NOTES = """## How to read it, and where it differs
 
 - **Our dense networks are not the paper's**: its weights are not public. Compare differences from the dense error, not the errors.
 - **Per-layer fractions** of the published rows are the paper's. They give 8.4 % for LeNet-300-100 and LeNet-5, where it prints 7 %.
-- **Random, OBD and LWC** keep the fractions per layer of Han et al. (2015). Their retraining runs at a tenth of the original rate and stops
+- **Random, OBD and LWC** keep the fractions per layer of Han et al. (2015), on CIFAR-Net 9 % of every layer. Their retraining runs at a tenth of the original rate and stops
   when the error has come as near to the dense one as the paper says, or at a cap (20,000 iterations for LeNet-300-100, 3,000 for LeNet-5,
   1,020 for CIFAR-Net), which is a fraction of the paper's. Where they do better right after pruning than in the paper, the likely reason, not
   tested, is that our networks were trained with weight decay.
@@ -41,8 +41,8 @@ _NOTES = """## How to read it, and where it differs
   whose rate falls linearly to zero. Its dense error is 3 points below the paper's, and what 9 % costs it, with the defaults too, is more than
   the paper loses (2.75 points) from a worse network. The paper calls its network a revised AlexNet and gives no widths; ours are those of Caffe's
   small one, 145,000 weights, of which 9 % may just be too few (not tested on a wider one).
-- **Calibration** takes all 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 20,000 for CIFAR-Net; `samples` in a result file says
-  how many its row took.
+- **Calibration** takes all 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 20,000 for CIFAR-Net, but LeNet-5's `L-OBS` and
+  `exact, the paper's CRs` had 60,000.
 - **Light retraining** is Adam with a cosine rate, batches of 512, and the dense network's outputs in place of labels. The paper does not publish
   its settings; its "original learning rate" with labels is the row of that name and the retraining figure.
 - **How settings were chosen**: first, seven settings (optimiser, batch size, labels or outputs) for L-OBS at 510 iterations on LeNet-300-100
@@ -55,7 +55,7 @@ _NOTES = """## How to read it, and where it differs
   and 400 + 441 (LeNet-5).
 - **"default"** is `lobs.prune` called with no options: one budget for the network, shared by error curves, layer after layer, each
   mending what those before it spoiled. `settings` in the result file says what it was for the row.
-- **ResNet-50's `auto` rows** ran before moments of few samples were damped (its last layer has 2,048 inputs and saw 500 images) and have no
+- **ResNet-50's `auto` rows** ran before moments of few samples were damped (its last layer has 2,048 inputs and saw 500 images, its widest convolutions 4,608 and 24,500 patches) and have no
   re-estimated batch norms, which `shared-30` has; `lobs reproduce --again` would run them anew.
 - **VGG-16's minutes** hold two of a pause and many shared with test runs; it used 8,728 seconds of one core, 73 minutes of two.
 - **"shared budget, 1.5 %, stages"** ran with an earlier form of the library; where its file has no `settings`, it is that run still.

@@ -80,7 +80,7 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
         cut = lobs.prune(
             who.model, who.calibration(lab), _kept(HAN[row.network]), solver=solver, inputs="dense", progress=False
         )
-        found = _after(who, lab, cut.model, cut.masks, cut.kept_fraction)
+        found = _after(who, lab, cut.model, cut.masks, cut.kept_fraction, settings=cut.settings)
         assert row.paper is not None and row.paper.retrained is not None
         wanted = found["original"] + row.paper.retrained - row.paper.dense
         recipe = zoo.entry(row.network).recipe
