@@ -276,3 +276,14 @@ def test_compose_folds_gains_and_errors():
     assert certificate.bound == pytest.approx(0.1 * 0.5 * 4 + 0.2)
     assert certificate.frobenius_bound == pytest.approx(0.1 * 0.5 * 5 + 0.2)
     assert certificate.contributions == pytest.approx({"a": 0.2, "b": 0.2})
+
+
+def test_held_out_inputs_are_batches_and_networks_of_other_shapes_are_refused():
+    model, x = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(20, 5)
+    with pytest.raises(lobs.LobsError, match=r"held_out is a Tensor: .* one tensor x is \[x\]"):
+        lobs.prune(model, [x], 0.5, held_out=x, progress=False)
+    with pytest.raises(lobs.LobsError, match="held_out is a Tensor"):
+        lobs.certify(model, model, [x], held_out=x)
+    smaller = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
+    with pytest.raises(lobs.LobsError, match=r"layer '0' is \(4, 5\) in one network and \(3, 5\) in the other"):
+        lobs.certify(model, smaller, [x])

@@ -37,13 +37,13 @@ class Batches:
         return len(self.source)  # type: ignore[arg-type]
 
 
-def guarded(batches: Iterable[Any], *, again: bool = True) -> Batches:
+def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches") -> Batches:
     """The same batches, whose errors are ours; if they are needed again, a generator is read into memory."""
     if isinstance(batches, Batches):
         return batches
     if isinstance(batches, Tensor | str | bytes | dict) or not isinstance(batches, Iterable):
         raise CalibrationError(
-            f"batches is a {type(batches).__name__}: give a list of batches or a DataLoader; one tensor x is [x]."
+            f"{name} is a {type(batches).__name__}: give a list of batches or a DataLoader; one tensor x is [x]."
         )
     source = Batches(batches)
     return Batches(list(source)) if again and isinstance(batches, Iterator) else source

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs import chain, ledger
+from lobs.batches import guarded
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
 from lobs.distributed import crew
 from lobs.errors import UnsupportedLayerError
@@ -37,6 +38,11 @@ def certify(
     before, after = ({layer.name: layer for layer in find_layers(m, layers)} for m in (dense, pruned))
     if before.keys() != after.keys():
         raise UnsupportedLayerError("the two networks have different layers; a certificate compares like with like.")
+    for name, layer in before.items():
+        if layer.weight.shape != after[name].weight.shape:
+            here, there = tuple(layer.weight.shape), tuple(after[name].weight.shape)
+            raise UnsupportedLayerError(f"layer '{name}' is {here} in one network and {there} in the other: was it shrunk?")
+    held_out = None if held_out is None else guarded(held_out, name="held_out")
     calibration = collect(dense, batches, list(before.values()))
     largest = {}
     for name, layer in before.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lobs import checkpoint
 from lobs.batchnorm import BatchNormEffect
 from lobs.errors import FileError
-from lobs.ledger import Certificate
+from lobs.ledger import Certificate, refuse
 from lobs.outlook import Outlook
 from lobs.solution import Solution
 
@@ -106,13 +106,20 @@ class Account:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], where: str = "the file") -> Account:
-        """Read back what `Pruning.save` wrote."""
+        """Read back what `Pruning.save` wrote; what no longer holds, because weights have changed since, is left out."""
+        if "layers" not in record:
+            raise FileError(
+                f"{where} holds no record of a pruning by layer; only what `lobs prune` or `Pruning.save` wrote does."
+            )
+        since = changed_since(record)
         try:
-            rows, norms, outlook = record["layers"], record.get("batch_norm"), record.get("outlook")
+            rows, norms, outlook = record["layers"], record.get("batch_norm"), None if since else record.get("outlook")
+            certificate = Certificate(**record["certificate"])
+            told = {"since then": f"{since}; layer errors are those right after pruning"} if since else {}
             return Account(
                 layers=tuple(_layer(row) for row in rows),
-                certificate=Certificate(**record["certificate"]),
-                settings=dict(record.get("settings", {})),
+                certificate=refuse(f"{since} after it was pruned; lobs.certify measures anew") if since else certificate,
+                settings={**record.get("settings", {}), **told},
                 seconds=float(record.get("seconds", 0.0)),
                 batch_norm=None if norms is None else BatchNormEffect(**norms),
                 outlook=None if outlook is None else Outlook.from_record(outlook),
@@ -121,6 +128,13 @@ class Account:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(f"{where} holds no record of a pruning that can be read: {error!r}.") from error
+
+
+def changed_since(record: Mapping[str, Any]) -> str:
+    """What has happened to a network's weights since its errors were recorded; empty where nothing has."""
+    if "retraining" in record:
+        return "the network was retrained"
+    return f"values were rounded to {record['values']}" if "values" in record else ""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -73,6 +73,16 @@ def test_what_was_asked_for_is_recorded(own):
     assert said["batch norm"] == "not re-estimated"
 
 
+def test_output_that_cannot_be_written_or_would_be_overwritten_is_refused_before_any_work(own, tmp_path, monkeypatch):
+    one = tmp_path / "one.safetensors"
+    with pytest.raises(LobsError, match="would overwrite"):
+        invoke("prune", own, "--keep", "50%", "--out", one, "--report", one)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(LobsError, match="read-only"):
+        invoke("prune", own, "--keep", "50%", "--out", one)
+    assert not one.exists()
+
+
 def test_a_score_may_be_larger_the_better(own):
     done = as_json("prune", "ownbudget:accuracy", "--max-drop", 5, "--larger-is-better")
     assert done["before"] - done["after"] <= 5

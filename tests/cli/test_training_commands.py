@@ -57,6 +57,34 @@ def test_iterate_runs_its_stages_and_saves_the_last(tmp_path):
     assert sum(int(m.sum()) for name, m in saved.masks.items() if name.endswith("weight")) == done["stages"][-1]["kept"]
 
 
+def test_a_retrained_network_keeps_its_zeros_but_not_the_certificate(small, tmp_path):
+    out, page = tmp_path / "more.safetensors", tmp_path / "more.html"
+    as_json("retrain", small, "--iterations", 2, "--out", out)
+    verified = as_json("verify", out)
+    assert verified["holds"] and "retrained since" in verified["skipped"]
+    assert invoke("report", out, "--out", page, "--no-pictures").exit_code == 0
+    text = page.read_text(encoding="utf-8")
+    assert "the network was retrained after it was pruned" in text and "cannot have moved by more" not in text
+    refused("would overwrite the network", "report", out, "--out", out)
+
+
+def test_files_of_stages_are_verified_by_their_zeros(tmp_path):
+    out = tmp_path / "last.safetensors"
+    as_json("iterate", "lenet300", "--stages", "50%:1", "--solver", "magnitude", "--samples", 200, "--out", out)
+    verified = as_json("verify", out)
+    assert verified["holds"] and "no record" in verified["skipped"]
+    refused("no record of a pruning by layer", "report", out, "--out", tmp_path / "x.html")
+
+
+def test_a_shrunk_zoo_network_opens_again(tmp_path):
+    half, shrunk = tmp_path / "half.safetensors", tmp_path / "shrunk.safetensors"
+    options = ["--keep", "50%", "--structured", "units", "--solver", "exact", "--samples", 300]
+    as_json("prune", "lenet300", *options, "--out", half)
+    document = as_json("shrink", half, "--out", shrunk)
+    assert as_json("eval", shrunk)["value"] == pytest.approx(document["after"])
+    refused("was shrunk", "verify", shrunk)
+
+
 def test_iterate_prunes_on_the_inputs_asked_for(monkeypatch):
     seen = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ TrustOption = Annotated[
 SolverOption = Annotated[
     str,
     typer.Option(
-        help="auto, exact, exact+refine, admm, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, "
+        help="auto, exact, exact+refine, admm, columns, lobs (as published), lobs+refine, magnitude, magnitude+refine, obd, "
         "obd-fisher, apozw or random."
     ),
 ]
@@ -133,7 +134,15 @@ def writable(path: Path | None) -> Path | None:
         raise FileError(f"cannot write '{path}': there is no folder '{path.parent}'; make it first.")
     if path is not None and path.is_dir():
         raise FileError(f"cannot write '{path}': it is a folder; name a file in it.")
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise FileError(f"cannot write '{path}': the folder '{path.parent}' is read-only; choose another.")
     return path
+
+
+def distinct(path: Path | None, option: str, *others: Path | None) -> None:
+    """Refuse to write over what is read or written by the same command."""
+    if path is not None and any(other is not None and path.resolve() == other.resolve() for other in others):
+        raise FileError(f"{option} '{path}' would overwrite the network in that file; give it a name of its own.")
 
 
 def command_line() -> str:

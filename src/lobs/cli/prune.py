@@ -29,6 +29,7 @@ from lobs.cli.common import (
     TrustOption,
     command_line,
     complement,
+    distinct,
     notes,
     optional,
     parse_fractions,
@@ -128,6 +129,7 @@ def prune(
     target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope, kept_limits)
     writable(out)
     writable(report)
+    distinct(report, "--report", out)
     writable(log_json)
 
     from lobs.cli.subject import open_subject

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import JsonOption, TrustOption, command_line, print_json, say, writable
+from lobs.cli.common import JsonOption, TrustOption, command_line, distinct, print_json, say, writable
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def report(
     Example: `lobs report small.safetensors smaller.safetensors --out compare.html`
     """
     writable(out)
+    distinct(out, "--out", *files)
     if label and len(label) != len(files):
         raise LobsError(f"--label was given {len(label)} times for {len(files)} files: give one for each, or none.")
     from lobs.report import read_run, write_report

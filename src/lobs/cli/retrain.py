@@ -127,8 +127,7 @@ def iterate(
     for index, stage in enumerate(done.stages, start=1):
         errors = f"{optional(stage.pruned_error)} after pruning, {optional(stage.error)} after {stage.iterations} iterations"
         say(f"stage {index}: {stage.kept:,} of {stage.total:,} kept ({stage.kept_fraction:.2%}), {subject.metric} {errors}")
-    if path is not None:
-        say(f"network: {path}")
+    say("not saved: give --out FILE to keep the network" if path is None else f"network: {path}")
 
 
 def parse_stages(text: str, scope: str | None = None) -> list[Stage]:

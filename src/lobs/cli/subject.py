@@ -77,11 +77,11 @@ def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = 
         raise FileError(f"'{path}' names '{network}' as its network. Add --trust to run that code{otherwise}.")
 
 
-def _from_zoo(name: str, samples: int | None, weights: str | None = None) -> Subject:
+def _from_zoo(name: str, samples: int | None, model: nn.Module | None = None) -> Subject:
     from lobs.data import sets
 
     data = zoo.entry(name).data
-    model = zoo.trained(name) if weights is None else zoo.trained(name, weights)
+    model = zoo.trained(name) if model is None else model
     test = sets.load(data, "test").batches()
     return Subject(
         origin=name,
@@ -105,7 +105,8 @@ def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
             f"network write a function and name it as package.module:function."
         )
     require_trust(path, network, trust)
-    base = _from_zoo(network, samples, path) if network in zoo.ZOO else _from_function(network, samples)
+    in_zoo = network in zoo.ZOO
+    base = _from_zoo(network, samples, zoo.fresh(network)) if in_zoo else _from_function(network, samples)
     try:
         load = fit_to if saved.record.get("shrunk") else nn.Module.load_state_dict
         load(base.model, saved.state_dict)

@@ -31,17 +31,24 @@ def verify(
     """
     from lobs import checkpoint
     from lobs.errors import FileError
+    from lobs.result import changed_since
     from lobs.verify import verify_masks
 
     saved = checkpoint.load(file)
+    if saved.record.get("shrunk"):
+        raise FileError(
+            f"'{file}' was shrunk: what was removed is gone, and no zeros are left to check. Verify what it was made of."
+        )
     if not saved.masks:
         raise FileError(f"'{file}' holds no masks: it was not written by lobs prune.")
     findings = verify_masks(saved)
     skipped = ""
     if weights is not None:
         findings, skipped = verify_masks(saved, checkpoint.load(weights).state_dict), "only zeros and counts were checked"
-    elif recompute and "values" in saved.record:
-        skipped = f"errors not recomputed: the values were rounded to {saved.record['values']} since they were recorded"
+    elif recompute and (since := changed_since(saved.record)):
+        skipped = f"errors not recomputed: {since} since they were recorded"
+    elif recompute and "stages" in saved.record:
+        skipped = "errors not recomputed: a network pruned in stages has no record of them"
     elif recompute and isinstance(saved.record.get("origin"), str):
         with shown(not json):
             findings += _recompute(file, saved, trust)
