@@ -83,6 +83,11 @@ def test_output_that_cannot_be_written_or_would_be_overwritten_is_refused_before
     assert not one.exists()
 
 
+def test_a_layer_named_twice_is_refused(own):
+    with pytest.raises(LobsError, match="--keep names '0' twice"):
+        invoke("prune", own, "--keep", "0=50%,2=20%,0=30%")
+
+
 def test_a_score_may_be_larger_the_better(own):
     done = as_json("prune", "ownbudget:accuracy", "--max-drop", 5, "--larger-is-better")
     assert done["before"] - done["after"] <= 5

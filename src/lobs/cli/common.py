@@ -94,7 +94,10 @@ def parse_fractions(text: str, option: str) -> float | dict[str, float]:
         if "=" not in text:
             return _fraction(text, option)
         pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
-        return {name.strip(): _fraction(value, option) for name, value in pairs}
+        names = [name.strip() for name, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise TargetError(f"{option} names '{twice[0]}' twice: give it one number.")
+        return {name: _fraction(value, option) for name, (_, value) in zip(names, pairs, strict=True)}
     except TargetError:
         raise
     except ValueError:
