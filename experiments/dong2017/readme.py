@@ -41,6 +41,8 @@ _NOTES = """## How to read it, and where it differs
   whose rate falls linearly to zero. Its dense error is 3 points below the paper's, and what 9 % costs it, with the defaults too, is more than
   the paper loses (2.75 points) from a worse network. The paper calls its network a revised AlexNet and gives no widths; ours are those of Caffe's
   small one, 145,000 weights, of which 9 % may just be too few (not tested on a wider one).
+  Nor does it say how much each layer keeps: LWC, L-OBS and exact keep 9 % of every layer here, of a first layer of 75 inputs too, which destroys the
+  network; the default shares the same number out.
 - **Calibration** takes all 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 20,000 for CIFAR-Net, but LeNet-5's `L-OBS` and
   `exact, the paper's CRs` had 60,000.
 - **Light retraining** is Adam with a cosine rate, batches of 512, and the dense network's outputs in place of labels. The paper does not publish

@@ -122,8 +122,8 @@ def collect(
     missing = [layer.name for layer in chosen if layer.name not in seen]
     if missing:
         raise CalibrationError(
-            f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} such). Skip it: skip={missing}, or "
-            f"--skip {missing[0]}."
+            f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} such). "
+            f"Skip it: skip={missing}, or --skip {missing[0]}."
         )
     journal.write(key, *_packed(seen, complete=True))
     return seen
