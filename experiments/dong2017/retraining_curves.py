@@ -31,7 +31,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
             curves[title] = ([i for i, _ in found["history"]], [e for _, e in found["history"]])
     if curves:
         title = "LeNet-5 at 54/43/6/25 % kept, labels, original rate"
-        pictures.lines(lab.picture("retraining"), curves, title=title, x="iterations", y="test error (%)", yscale="log")
+        pictures.lines(lab.picture("retraining"), curves, title=title, x="iterations", y="test error (%)")
     return done
 
 
