@@ -42,7 +42,7 @@ def certify(
         if layer.weight.shape != after[name].weight.shape:
             here, there = tuple(layer.weight.shape), tuple(after[name].weight.shape)
             raise UnsupportedLayerError(f"layer '{name}' is {here} in one network and {there} in the other: was it shrunk?")
-    held_out = None if held_out is None else guarded(held_out, name="held_out")
+    held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     calibration = collect(dense, batches, list(before.values()))
     largest = {}
     for name, layer in before.items():

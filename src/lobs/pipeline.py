@@ -103,7 +103,7 @@ def prune(
     if prune_bias and isinstance(wanted, Pattern):
         raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
     data = guarded(batches)
-    held_out = None if held_out is None else guarded(held_out, name="held_out")
+    held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     found = find_layers(model, layers, skip)
     check_names(wanted, [layer.name for layer in found])
     if damping is not None and not (damping >= 0 and math.isfinite(damping)):

@@ -10,6 +10,7 @@ reached.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -126,18 +127,18 @@ def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[],
     return found
 
 
-class _Part:
+class _Part(ABC):
     """A stretch of the network that holds some of the layers, and how to run it in either network."""
 
     def __init__(self, layers: Sequence[tuple[Layer, Layer]]) -> None:
         self.layers = layers
         self.calls: dict[str, int] = {}  # how often each runs in one pass, where it is not once
 
+    @abstractmethod
     def both(self) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
         """For every batch, how to run this part in the dense and in the pruned network."""
-        raise NotImplementedError
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027 - nothing to leave behind is a way to advance too
         """Leave this part behind, now that its layers are pruned."""
 
     def run_dense_once(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined
 _NEAR = 2  # an engine runs for inputs up to this factor larger or smaller than the one it was measured with
 
 
-class Engine:
+class Engine(ABC):
     """Computes some layers from arrays made of their weights, and notices when the weights have changed since."""
 
     name = "engine"
@@ -69,13 +70,13 @@ class Engine:
         self.layers = list(layers)
         self.refresh()
 
+    @abstractmethod
     def prepare(self) -> None:
         """Make what `run` needs from the weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, x: Tensor) -> Tensor:
         """The layers' output."""
-        raise NotImplementedError
 
 
 def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:

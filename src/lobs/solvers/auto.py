@@ -16,7 +16,7 @@ from lobs.solution import Solution
 from lobs.solvers.admm import ADMM
 from lobs.solvers.columns import Columns
 from lobs.solvers.exact import Exact
-from lobs.solvers.lobs import LOBS
+from lobs.solvers.lobs import LOBS, PRODUCTS
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
 from lobs.solvers.search import swap
@@ -87,7 +87,7 @@ def seconds_of(solver: Solver, groups: int, rows: int, d: int) -> float:
         case Exact():
             return greedy
         case LOBS():
-            return (_FACTOR * groups * d**3 + PRODUCT * 8 * rows * d**2) / 1e9
+            return (_FACTOR * groups * d**3 + PRODUCT * PRODUCTS * rows * d**2) / 1e9
         case ADMM():
             return directions
         case Columns():

@@ -67,14 +67,15 @@ def _compensate(weight: Tensor, metric: Metric, sensitivity: Tensor, mask: Tenso
     # Kept weights sort last, so that the t-th entry of every row is its t-th deletion.
     order = torch.where(mask, torch.inf, sensitivity).sort(dim=1, stable=True).indices
     count = (~mask).sum(dim=1)
-    wide = max(_PANEL, weight.shape[-1] // 8)
+    wide = max(_PANEL, weight.shape[-1] // PRODUCTS)
     for done in range(0, int(count.max()) if count.numel() else 0, wide):
         panel = order[:, done : done + wide]
         v -= _steps(v, metric.inverse, panel, (count - done).clamp(0, panel.shape[1])) @ metric.inverse
     return metric.unscaled(v, weight, mask)
 
 
-_PANEL = 256  # deletions of a row at a time, at least: fewer need more products, more of them longer triangles
+# Deletions of a row at a time, at least: fewer need more products, more of them longer triangles. And the most products.
+_PANEL, PRODUCTS = 256, 8
 
 
 def _steps(v: Tensor, inverse: Tensor, order: Tensor, count: Tensor) -> Tensor:
