@@ -22,7 +22,7 @@ from lobs.zoo.training import error_rate
 
 HERE = Path(__file__).parent
 # Training images for calibration. A convolution sees each in tens to hundreds of patches, so that fewer do.
-CALIBRATION = {"lenet300": 60_000, "lenet5": 10_000, "cifarnet": 20_000}
+CALIBRATION = {"lenet300": 60_000, "lenet5": 10_000, "cifarnet": 20_000, "cifarnet-wide": 20_000}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def subject(name: str) -> Subject:
 
 LIGHT_BATCH = 512
 # LeNet-300-100's chosen on a network trained on 55,000 images by its error on the other 5,000; the others take the same (README.md).
-LIGHT_RATES = {"lenet300": 2e-3, "lenet5": 2e-3, "cifarnet": 2e-3}
+LIGHT_RATES = {"lenet300": 2e-3, "lenet5": 2e-3, "cifarnet": 2e-3, "cifarnet-wide": 2e-3}
 STAGED_RATES = {"lenet300": 5e-3, "lenet5": 5e-3, "cifarnet": 2e-3}
 
 

@@ -22,6 +22,7 @@ HAN = {
     "lenet300": {"fc1": 0.08, "fc2": 0.09, "fc3": 0.26},
     "lenet5": {"conv1": 0.66, "conv2": 0.12, "fc1": 0.08, "fc2": 0.19},
     "cifarnet": {"*": 0.09},
+    "cifarnet-wide": zoo.entry("cifarnet-wide").paper_kept,
 }
 STAGES = {
     "lenet300": ({"fc1": 0.07, "fc2": 0.20, "fc3": 0.70}, {"fc1": 0.01, "fc2": 0.04, "fc3": 0.54}),
@@ -38,7 +39,7 @@ DNS_START = {
 # Kept fractions of the stages of our own method, as multiples of the last; chosen like the rate (README.md).
 OURS_STAGES = (8.0, 5.0, 3.3, 2.3, 1.7, 1.3, 1.0)
 # What fits into some ten minutes of one core; dynamic surgery has a cap of its own, since its masks move for as long as it runs.
-_CAP = {"lenet300": 20_000, "lenet5": 3_000, "cifarnet": 1_020}
+_CAP = {"lenet300": 20_000, "lenet5": 3_000, "cifarnet": 1_020, "cifarnet-wide": 1_020}
 _DNS_CAP = {"lenet300": 34_000, "lenet5": 5_000}
 
 
@@ -176,7 +177,7 @@ def staged(iterations: tuple[int, ...], *, keep: float | None = None) -> Callabl
     return work
 
 
-_L3, _L5, _CN = "lenet300", "lenet5", "cifarnet"
+_L3, _L5, _CN, _CW = "lenet300", "lenet5", "cifarnet", "cifarnet-wide"
 ROWS = [
     Row("lenet300/random", "Random", _L3, Paper(1.76, 8, 85.72, 2.25, 3.5e5), baseline("random")),
     Row("lenet300/obd", "OBD (Fisher diagonal)", _L3, Paper(1.76, 8, 86.72, 1.96, 8.1e4), baseline("obd-fisher")),
@@ -218,6 +219,11 @@ ROWS = [
     Row("cifarnet/exact", "exact, 9 % of every layer", _CN, None, once("exact", "han", 0)),
     Row("cifarnet/default", "default, 9 %", _CN, None, once(None, 0.09, 0)),
     Row("cifarnet/default-light", "default, 9 %, light retraining", _CN, None, once(None, 0.09, 1020)),
+    Row("cifarnet-wide/lwc", "LWC", _CW, Paper(18.57, 9, 87.65, 19.36, 1.62e5), baseline("magnitude")),
+    Row("cifarnet-wide/lobs", "L-OBS", _CW, Paper(18.57, 9, 21.32, 18.76, 1020), once("lobs", "paper", 1020)),
+    Row("cifarnet-wide/exact", "exact, the same in every layer", _CW, None, once("exact", "paper", 0)),
+    Row("cifarnet-wide/default", "default, 9 %", _CW, None, once(None, 0.09, 0)),
+    Row("cifarnet-wide/default-light", "default, 9 %, light retraining", _CW, None, once(None, 0.09, 1020)),
 ]
 
 

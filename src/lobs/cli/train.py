@@ -13,7 +13,7 @@ from lobs.cli.common import JsonOption, print_json, say, writable
 
 
 def train(
-    network: Annotated[str, typer.Argument(help="lenet300, lenet5 or cifarnet.")],
+    network: Annotated[str, typer.Argument(help="lenet300, lenet5, cifarnet or cifarnet-wide.")],
     out: Annotated[Path | None, typer.Option(help="Checkpoint to write; NETWORK.safetensors by default.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the data.")] = 0,
     epochs: Annotated[int | None, typer.Option(min=1, help="Fewer or more than the recipe's.")] = None,

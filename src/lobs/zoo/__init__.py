@@ -64,6 +64,15 @@ ZOO: dict[str, Entry] = {
         data="cifar10",
         source="`lobs train cifarnet` makes it, from CIFAR-10.",
     ),
+    "cifarnet-wide": Entry(
+        build=partial(CifarNet, units=1024),
+        recipe=Recipe(epochs=15, learning_rate=0.1, batch_size=256, weight_decay=5e-4, warm_up=2, augment=True),
+        # What Han et al. (2015) keep of AlexNet's first and later convolutions and last layer; fc1 takes what is left of 9 %.
+        paper_kept={"conv1": 0.84, "conv2": 0.38, "conv3": 0.35, "fc1": 0.0669, "fc2": 0.25},
+        title="CIFAR-Net with AlexNet's proportions",
+        data="cifar10",
+        source="`lobs train cifarnet-wide` makes it, from CIFAR-10.",
+    ),
     "alexnet": Entry(AlexNet, None, {"*": 0.11}, "AlexNet", "imagenet", _torchvision("alexnet")),
     "vgg16": Entry(VGG16, None, {"*": 0.075}, "VGG-16", "imagenet", _torchvision("vgg16")),
     "resnet50": Entry(ResNet50, None, {"*": 0.45}, "ResNet-50", "imagenet", _torchvision("resnet50")),

@@ -1,6 +1,8 @@
 """CIFAR-Net: three convolutions and two fully-connected layers, with batch normalisation and dropout.
 
-The paper gives no widths. These are those of Caffe's cifar10_quick: 32, 32 and 64 filters of 5×5, then 64 and 10 units.
+The paper gives no widths. The filters are those of Caffe's cifar10_quick, 32, 32 and 64 of 5×5, and so are the 64 units between the two
+fully-connected layers. But the paper calls its network a revised AlexNet, which has 96 % of its weights in the fully-connected layers: that
+is the case with 1,024 units (93 %).
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from torch import nn
 
 
 class CifarNet(nn.Sequential):
-    """3×32×32 → 10; 145,578 weights and biases, and 384 numbers of batch normalisation."""
+    """3×32×32 → 10; with 64 units 145,578 weights and biases, and 384 numbers of batch normalisation."""
 
-    def __init__(self, dropout: float = 0.1) -> None:
+    def __init__(self, units: int = 64, dropout: float = 0.1) -> None:
         super().__init__(
             OrderedDict(
                 conv1=nn.Conv2d(3, 32, 5, padding=2),
@@ -29,10 +31,10 @@ class CifarNet(nn.Sequential):
                 relu3=nn.ReLU(),
                 pool3=nn.AvgPool2d(2),
                 flatten=nn.Flatten(),
-                fc1=nn.Linear(1024, 64),
-                norm4=nn.BatchNorm1d(64),
+                fc1=nn.Linear(1024, units),
+                norm4=nn.BatchNorm1d(units),
                 relu4=nn.ReLU(),
                 dropout=nn.Dropout(dropout),
-                fc2=nn.Linear(64, 10),
+                fc2=nn.Linear(units, 10),
             )
         )
