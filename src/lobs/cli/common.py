@@ -19,9 +19,8 @@ from lobs.errors import FileError, LobsError, NumericalWarning, TargetError
 SubjectArgument = Annotated[
     str,
     typer.Argument(
-        help="What to work on: a zoo name (lenet300, lenet5, cifarnet, cifarnet-wide, alexnet, vgg16, resnet50, resnet50-v1), a checkpoint "
-        "written by lobs, or package.module:function "
-        "returning (model, batches) or (model, batches, evaluate).",
+        help="What to work on: a zoo name (lenet300, lenet5, cifarnet, cifarnet-wide, alexnet, vgg16, resnet50, resnet50-v1), "
+        "a checkpoint written by lobs, or package.module:function returning (model, batches) or (model, batches, evaluate).",
         metavar="NETWORK",
     ),
 ]
