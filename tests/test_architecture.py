@@ -24,7 +24,7 @@ FLOORS = [
     {"chain", "allocate", "influence", "streams", "batchnorm", "shrinking", "curvature", "retraining"},
     {"bounds", "outlook", "surgery", "forecasting"},
     {"result"},
-    {"settled", "bridge"},
+    {"settled", "bridge", "demands"},
     {"job"},
     {"outcome"},
     {"trials"},

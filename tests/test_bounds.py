@@ -287,3 +287,10 @@ def test_held_out_inputs_are_batches_and_networks_of_other_shapes_are_refused():
     smaller = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
     with pytest.raises(lobs.LobsError, match=r"layer '0' is \(4, 5\) in one network and \(3, 5\) in the other"):
         lobs.certify(model, smaller, [x])
+
+
+def test_held_out_inputs_that_say_nothing_are_told_of():
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(40, 6)
+    for held_out, words in (([], "held_out has no samples"), ([torch.full((2, 6), torch.nan)], "outputs there are not finite")):
+        with pytest.warns(lobs.NumericalWarning, match=words):
+            lobs.prune(model, [x], 0.5, held_out=held_out, progress=False)

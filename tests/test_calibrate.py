@@ -151,9 +151,9 @@ def test_gradients_are_not_recorded():
 
 
 def test_empty_data_is_an_error():
-    with pytest.raises(LobsError, match="no calibration batches"):
+    with pytest.raises(LobsError, match="no calibration samples"):
         collect(nn.Linear(2, 2), [])
-    with pytest.raises(LobsError, match="no calibration batches"):
+    with pytest.raises(LobsError, match="no calibration samples"):
         collect(nn.Linear(2, 2), iter([torch.empty(0, 2)]))
 
 

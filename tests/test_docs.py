@@ -54,6 +54,11 @@ def test_there_are_commands_and_blocks():
     assert {"index.md", "own-model.md", "faq.md", "reading-the-report.md"} <= {name for name, code in RUNNING.items() if code}
 
 
+def test_all_of_the_reference_is_an_attribute_as_it_says():
+    names = [line.split(".")[-1] for line in TEXTS["api.md"].splitlines() if line.startswith(":::")]
+    assert len(names) > 40 and [name for name in names if not hasattr(lobs, name) and not hasattr(lobs.report, name)] == []
+
+
 def test_every_benchmark_named_exists():
     named = {module for text in TEXTS.values() for module in re.findall(r"python -m (benchmarks\.\w+)", text)}
     assert named and all((ROOT / f"{module.replace('.', '/')}.py").is_file() for module in named)

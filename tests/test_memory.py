@@ -344,7 +344,7 @@ def test_forecasts_refuse_what_prune_refuses():
         lobs.forecast("network", batches(), 0.5)
     with pytest.raises(LobsError):
         lobs.forecast(network(), batches(), Sparsity({"nowhere": 0.5}))
-    with pytest.raises(LobsError, match="no calibration batches"):
+    with pytest.raises(LobsError, match="no calibration samples"):
         lobs.forecast(network(), [], 0.5)
 
 

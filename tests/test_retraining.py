@@ -218,6 +218,18 @@ def test_stages_reach_their_counts_and_hold_their_zeros():
     assert all(s.pruned_error is not None and s.error == s.history[-1][1] for s in done.stages)
 
 
+def test_stages_that_cannot_be_meant_are_refused_before_anything_is_pruned(monkeypatch):
+    x, y = task()
+    monkeypatch.setattr("lobs.stages.prune", lambda *_, **__: pytest.fail("pruned"))
+    for plan, more, words in (
+        ([Stage(0.9, 5), Stage(0.5, 5)], {}, "a stage keeps 0.5 of the network after one that kept 0.1"),
+        ([Stage(0.5, 5)], {"decay": "slow"}, "decay is 'slow'"),
+        ([Stage(0.5, 5, until_error=1.0)], {}, "until_error needs evaluate"),
+    ):
+        with pytest.raises(LobsError, match=words):
+            iterate(net(), [(x, y)], Shuffled(x, y, 24), plan, retraining=more, progress=False)
+
+
 def test_one_stage_is_pruning_then_retraining():
     x, y = task()
     done = iterate(net(), [(x, y)], Shuffled(x, y, 24), [Stage(Sparsity(0.5), 25)], progress=False)

@@ -23,7 +23,9 @@ _HOMES = {
     "forecast": "lobs.pipeline",
     "Forecast": "lobs.forecasting",
     "Pruning": "lobs.result",
+    "Account": "lobs.result",
     "LayerResult": "lobs.result",
+    "Outlook": "lobs.outlook",
     # say what you want
     "Sparsity": "lobs.targets",
     "ErrorBudget": "lobs.targets",
@@ -54,6 +56,7 @@ _HOMES = {
     "save": "lobs.checkpoint",
     "save_compact": "lobs.checkpoint",
     "load": "lobs.checkpoint",
+    "Checkpoint": "lobs.checkpoint",
     # zeros that stay
     "hold": "lobs.holding",
     "Hold": "lobs.holding",
@@ -84,6 +87,8 @@ _HOMES = {
     # trust
     "Certificate": "lobs.ledger",
     "certify": "lobs.bounds",
+    "verify_masks": "lobs.verify",
+    "verify_errors": "lobs.verify",
     "LobsError": "lobs.errors",
     "NumericalWarning": "lobs.errors",
 }
@@ -119,11 +124,13 @@ __all__ = [
     "LOBS",
     "SOLVERS",
     "Acceleration",
+    "Account",
     "Auto",
     "Block",
     "Budget",
     "Calibration",
     "Certificate",
+    "Checkpoint",
     "Columns",
     "ErrorBudget",
     "Exact",
@@ -133,6 +140,7 @@ __all__ = [
     "LobsError",
     "NByM",
     "NumericalWarning",
+    "Outlook",
     "Problem",
     "Pruning",
     "Refine",
@@ -173,6 +181,8 @@ __all__ = [
     "to_semi_structured",
     "to_torch_prune",
     "trainer_callback",
+    "verify_errors",
+    "verify_masks",
 ]
 
 if TYPE_CHECKING:
@@ -180,15 +190,16 @@ if TYPE_CHECKING:
     from lobs.bounds import certify
     from lobs.calibrate import Calibration, collect
     from lobs.callbacks import lightning_callback, trainer_callback
-    from lobs.checkpoint import load, save, save_compact
+    from lobs.checkpoint import Checkpoint, load, save, save_compact
     from lobs.errors import LobsError, NumericalWarning
     from lobs.export import export_onnx, export_program, from_torch_prune, to_semi_structured, to_torch_prune
     from lobs.forecasting import Forecast
     from lobs.holding import Hold, apply_masks, hold
     from lobs.ledger import Certificate
+    from lobs.outlook import Outlook
     from lobs.pipeline import forecast, prune
     from lobs.problem import Problem, Solver
-    from lobs.result import LayerResult, Pruning
+    from lobs.result import Account, LayerResult, Pruning
     from lobs.retraining import Retraining, Shuffled, distillation, retrain, sgd
     from lobs.runtime import Acceleration, accelerate
     from lobs.shrinking import Shrinkage, shrink
@@ -197,6 +208,7 @@ if TYPE_CHECKING:
     from lobs.stages import Stage, iterate
     from lobs.surgery import Surgery, operate
     from lobs.targets import Block, Budget, ErrorBudget, NByM, Sparsity, Structured
+    from lobs.verify import verify_errors, verify_masks
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from lobs import chain, ledger
 from lobs.batches import guarded
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
 from lobs.distributed import crew
-from lobs.errors import UnsupportedLayerError
+from lobs.errors import NumericalWarning, UnsupportedLayerError
 from lobs.layers import Handle, Layer, find_layers
 from lobs.ledger import Certificate
 from lobs.problem import Problem
@@ -90,7 +91,17 @@ def certificate(
         found = ledger.refuse(str(error))
     if measured is None:
         measured = deviation(dense, pruned, batches, calibration.samples)
-    return replace(found, measured=measured, held_out=None if held_out is None else deviation(dense, pruned, held_out))
+    return replace(found, measured=measured, held_out=None if held_out is None else _held_out(dense, pruned, held_out))
+
+
+def _held_out(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> float | None:
+    """The distance on inputs kept back; what is wrong with these does not undo the pruning, but is said."""
+    found = distances(dense, pruned, batches, ())
+    if not found.samples:
+        warnings.warn("held_out has no samples: nothing was measured on it.", NumericalWarning, stacklevel=2)
+    elif found.output is not None and not math.isfinite(found.output):
+        warnings.warn("held_out: the networks' outputs there are not finite; are its inputs?", NumericalWarning, stacklevel=2)
+    return found.output
 
 
 def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]) -> str | None:
@@ -112,13 +123,14 @@ def deviation(model: nn.Module, other: nn.Module, batches: Iterable[Any], expect
 
 @dataclass(frozen=True)
 class Distances:
-    """How far two networks are apart: their outputs, root mean square by sample, and their layers' outputs.
+    """How far two networks are apart: their outputs, root mean square by sample, and their layers' outputs; samples seen.
 
     `layers[name]` is Σ‖ẑ − z‖², Σ‖z‖² and the number of output vectors z over all samples and positions.
     """
 
     output: float | None
     layers: dict[str, tuple[float, float, int]]
+    samples: int
 
 
 def distances(
@@ -164,7 +176,7 @@ def distances(
     for index, (before, _) in enumerate(layers):
         error, energy, count = rest[3 * index : 3 * index + 3]
         by_layer[before.name] = (error, energy, round(count) // max(1, before.groups * before.rows))
-    return Distances(math.sqrt(total / samples) if known else None, by_layer)
+    return Distances(math.sqrt(total / samples) if known else None, by_layer, samples)
 
 
 def _run(model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]) -> Tensor | None:

@@ -118,7 +118,7 @@ def collect(
                 journal.write(key, *_packed(seen, complete=False))
     seen = _joined(Calibration(moments, samples, example, frozenset(shapes), len(outputs), (outputs,)), chosen, hollow)
     if seen.samples == 0:
-        raise CalibrationError("no calibration batches: the iterable was empty. A generator can be used only once.")
+        raise CalibrationError("no calibration samples: the batches were empty. A generator can be used only once.")
     missing = [layer.name for layer in chosen if layer.name not in seen]
     if missing:
         raise CalibrationError(

@@ -23,6 +23,7 @@ from lobs.memory import spelled
 from lobs.problem import Solver
 from lobs.solvers import ADMM, LOBS, Auto, Columns
 from lobs.solvers.auto import PRODUCT, seconds_of
+from lobs.targets import Target, for_layer
 
 _ROWS = 2**28  # bytes for the rows that are worked on together
 _SLACK = 1.02  # forecasts are not better than that
@@ -88,8 +89,12 @@ def forecast(
     shared: bool,
     rounds: int,
     damped: bool = False,
+    target: Target | None = None,
 ) -> Forecast:
-    """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times."""
+    """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
+
+    `target` matters where it is a pattern, which costs what its kind does.
+    """
     sequential, moments = inputs != "dense", shared or inputs == "dense"
     forward, products, work = _looked_at(model, batches, layers)
     # Going back, the influence keeps what going forward drops.
@@ -113,8 +118,13 @@ def forecast(
     groups = passes(layers, room) if moments else []
     together = max((sum(moment_bytes(layer) for layer in group) for group in groups), default=0)
     spilled = sum(map(moment_bytes, layers)) if limit is not None and moments else 0
+    shapes = {layer.name: (layer.groups, layer.groups * layer.rows, layer.columns + 1) for layer in layers}
+    wanted = {name: None if target is None else for_layer(target, name) for name in shapes}
+    solving = sum(
+        seconds_of(solver, *shape, wanted[name]) for name, shape in shapes.items() if target is None or wanted[name] is not None
+    )
     rounds = rounds if shared else 1
-    stages = tuple(_stages(forward, products, layers, len(groups), solver, sequential=sequential, shared=shared, rounds=rounds))
+    stages = tuple(_stages(forward, products, solving, len(groups), sequential=sequential, shared=shared, rounds=rounds))
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
@@ -146,9 +156,8 @@ def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: boo
 def _stages(
     forward: float,
     products: float,
-    layers: Sequence[Layer],
+    solving: float,
     groups: int,
-    solver: Solver,
     *,
     sequential: bool,
     shared: bool,
@@ -159,8 +168,6 @@ def _stages(
         yield Stage("moments", groups, groups * forward + products)
     if shared:
         yield Stage("influence", rounds, 3 * rounds * forward)
-    shapes = [(layer.groups, layer.groups * layer.rows, layer.columns + 1) for layer in layers]
-    solving = sum(seconds_of(solver, *shape) for shape in shapes)
     walks = rounds * (2 * forward + 2 * products) if sequential else 0.0
     yield Stage("prune", 2 * rounds if sequential else 0, walks + rounds * solving)
     yield Stage("measure", 2, 2 * forward)

@@ -8,13 +8,12 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from lobs import memory
+from lobs import demands, memory
 from lobs.allocate import Curve, RowLosses, allocate, row_losses
 from lobs.bridge import layer_problem
 from lobs.calibrate import Calibration, collect
 from lobs.curvature import fisher_diagonal
 from lobs.distributed import ALONE, crew, working
-from lobs.forecasting import network_bytes
 from lobs.gather import Gathered, gathered
 from lobs.influence import output_influence
 from lobs.journal import Journal
@@ -68,8 +67,7 @@ class Job:
     @cached_property
     def prunable(self) -> dict[str, int]:
         """How many weights of each layer may go."""
-        biases = {layer.name: layer.groups * layer.rows for layer in self.layers if layer.bias is not None and self.prune_bias}
-        return {layer.name: layer.weight.numel() + biases.get(layer.name, 0) for layer in self.layers}
+        return demands.prunable(self.layers, self.prune_bias)
 
     def dense(self, name: str) -> Tensor:
         """A layer's weights as they were given."""
@@ -97,7 +95,7 @@ class Job:
             case Budget(parameters=int() | float() as kept):
                 return self.shared(target, max(0.0, sum(self.prunable.values()) - kept))
             case Budget(bytes=int() | float() as size):
-                return self.shared(target, max(0.0, self._bytes() - size), self._bytes_each())
+                return self.shared(target, max(0.0, demands.stored_bytes(self.model, self.prunable) - size), self._bytes_each())
             case Budget(flops=int() | float() as flops):
                 uses = self._flops_each()
                 spent = sum(uses[name] * n for name, n in self.prunable.items())
@@ -180,10 +178,6 @@ class Job:
 
     def _bytes_each(self) -> dict[str, float]:
         return {layer.name: float(layer.weight.element_size()) for layer in self.layers}
-
-    def _bytes(self) -> float:
-        """All tensors, and a bit for every prunable weight."""
-        return float(network_bytes(self.model) + sum(-(-n // 8) for n in self.prunable.values()))
 
     def _flops_each(self) -> dict[str, float]:
         seen, samples = self.calibration, self.calibration.samples

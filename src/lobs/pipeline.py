@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from lobs import demands
 from lobs.batches import guarded
 from lobs.distributed import present, working
 from lobs.errors import LobsError
@@ -28,8 +29,8 @@ from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
 from lobs.solvers import as_solver
-from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target, check_names
-from lobs.trials import Evaluate, Trial, search
+from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target
+from lobs.trials import LOOKS, Evaluate, Trial, search
 
 
 def prune(
@@ -105,9 +106,8 @@ def prune(
     data = guarded(batches)
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     found = find_layers(model, layers, skip)
-    check_names(wanted, [layer.name for layer in found])
-    if damping is not None and not (damping >= 0 and math.isfinite(damping)):
-        raise LobsError(f"damping is {damping:g}: it must be finite and not negative; leave it out to have it chosen.")
+    demands.check(wanted, model, found, prune_bias)
+    _check_damping(damping)
     chosen = as_solver(solver)
     settings = {
         "target": wanted, "solver": chosen, "inputs": inputs, "layers": [layer.name for layer in found], "passes": passes,
@@ -130,7 +130,7 @@ def prune(
         journal = stack.enter_context(open_journal(resume, identity))
         room = None
         if limit is not None:
-            options: dict[str, Any] = {"shared": _shared(wanted), "rounds": passes, "damped": damping is not None}
+            options = _forecast_options(wanted, passes, damping)
             ahead = _forecast(model, data, found, chosen, inputs=inputs, **options)
             tell("forecast", **ahead.as_dict())
             room = ahead.room
@@ -205,9 +205,10 @@ def forecast(
     Runs the network on one batch. With a limit of `memory` that cannot be kept it raises as `prune` would, and says what can.
     """
     wanted, data, found = _wanted(model, target, passes), guarded(batches), find_layers(model, layers, skip)
-    check_names(wanted, [layer.name for layer in found])
+    demands.check(wanted, model, found)
+    _check_damping(damping)
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
-        options: dict[str, Any] = {"shared": _shared(wanted), "rounds": passes, "damped": damping is not None}
+        options = _forecast_options(wanted, passes, damping)
         return _forecast(model, data, found, as_solver(solver), inputs=_chosen_inputs(inputs, wanted), **options)
 
 
@@ -217,6 +218,11 @@ def _wanted(model: nn.Module, target: Target | float, passes: int) -> Target:
     if not isinstance(passes, int) or passes < 1:
         raise LobsError(f"passes is {passes}: it is a whole number, and the network must be pruned at least once.")
     return as_target(target)
+
+
+def _check_damping(damping: float | None) -> None:
+    if damping is not None and not (isinstance(damping, int | float) and damping >= 0 and math.isfinite(damping)):
+        raise LobsError(f"damping is {damping!r}: it must be finite and not negative; leave it out to have it chosen.")
 
 
 def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
@@ -232,6 +238,14 @@ def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
 def _shared(wanted: Target) -> bool:
     """Is one budget shared out among the layers?"""
     return isinstance(wanted, Budget) or (isinstance(wanted, Sparsity) and wanted.scope == "network")
+
+
+def _forecast_options(wanted: Target, passes: int, damping: float | None) -> dict[str, Any]:
+    """What a forecast must know beside the network and the data; the search for a largest drop is taken at its longest."""
+    searched = isinstance(wanted, Budget) and wanted.max_drop is not None
+    return {
+        "shared": _shared(wanted), "rounds": LOOKS if searched else passes, "damped": damping is not None, "target": wanted,
+    }  # fmt: skip
 
 
 def _write_back(pruned: nn.Module, model: nn.Module) -> None:

@@ -135,7 +135,7 @@ def retrain(
         inplace: train `model` itself.
         progress: draw a bar on a terminal.
     """
-    _check(iterations, every, decay, evaluate, until_error, data)
+    check_training(iterations, every, decay, evaluate, until_error, data)
     trained = model if inplace else copy.deepcopy(model)
     make = optimizer or sgd()
     steps = make([p for p in trained.parameters() if p.requires_grad])
@@ -248,7 +248,7 @@ def _restored(state: Tensor | None) -> Tensor | None:
     return None
 
 
-def _check(
+def check_training(
     iterations: int,
     every: int,
     decay: str,
@@ -256,6 +256,7 @@ def _check(
     until_error: float | None,
     data: Iterable[Any],
 ) -> None:
+    """Refuse arguments of `retrain` that cannot be meant, before anything is trained."""
     if iterations < 0 or every < 1:
         raise TrainingError(f"iterations = {iterations}, every = {every}: train for 0 or more, and look every 1 or more.")
     if decay not in _DECAYS:

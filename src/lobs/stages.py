@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from lobs.checkpoint import load, save
 from lobs.errors import FileError, TrainingError
 from lobs.pipeline import prune
-from lobs.retraining import Retraining, retrain
-from lobs.targets import Target
+from lobs.retraining import Retraining, check_training, retrain
+from lobs.targets import Sparsity, Target, as_target
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,10 @@ def iterate(
     """
     if not stages:
         raise TrainingError("there are no stages: give at least one, such as Stage(0.93, iterations=500).")
+    _check_falling(stages)
+    told = {"every": 50, "decay": "constant", **(retraining or {})}
+    for stage in stages:
+        check_training(stage.iterations, told["every"], told["decay"], evaluate, stage.until_error, data)
     home = None if folder is None else Path(folder)
     if home is not None:
         home.mkdir(parents=True, exist_ok=True)
@@ -113,6 +118,22 @@ def iterate(
             _keep(file, record, now, masks, result)
         done.append(result)
     return Iteration(now, masks, tuple(done), time.perf_counter() - began)
+
+
+def _check_falling(stages: Sequence[Stage]) -> None:
+    """Refuse a stage that keeps more of the network than the one before it: what is gone does not come back."""
+    kept = [1 - float(f) for stage in stages if (f := _fraction(stage.target)) is not None]
+    for before, after in pairwise(kept if len(kept) == len(stages) else []):
+        if after > before:
+            raise TrainingError(f"a stage keeps {after:.3g} of the network after one that kept {before:.3g}: let them fall.")
+
+
+def _fraction(target: Target | float) -> float | None:
+    """What one number for the whole network removes."""
+    target = as_target(target)
+    if isinstance(target, Sparsity) and not isinstance(target.fraction, Mapping):
+        return float(target.fraction)
+    return None
 
 
 def _trained(

@@ -19,6 +19,7 @@ from lobs.progress import track
 from lobs.targets import Budget, removable
 
 Evaluate: TypeAlias = Callable[[nn.Module], float]
+LOOKS = 8
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Trial:
     drop: float
 
 
-def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, looks: int = 8) -> tuple[Outcome, list[Trial]]:
+def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, looks: int = LOOKS) -> tuple[Outcome, list[Trial]]:
     """The fewest weights whose score stays within `max_drop` of the dense network's, by bisection of log(kept).
 
     Every trial prunes anew, shared out once, and is reported. The answer is the smallest network that was tried and passed;

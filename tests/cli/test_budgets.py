@@ -52,6 +52,7 @@ def test_max_drop_stays_within_and_reports_every_trial(own):
     assert done["after"] - done["before"] <= 5
     trials = done["settings"]["trials"]
     assert 1 < len(trials) <= 8 and done["kept"] == min(t["kept"] for t in trials if t["drop"] <= 5)
+    assert all(t["score"] - done["before"] == pytest.approx(t["drop"]) for t in trials)  # the metric itself, an error
 
 
 def test_trials_have_a_table_in_the_report(own):
@@ -102,10 +103,10 @@ def test_a_score_may_be_larger_the_better(own):
         (["--keep", "30%", "--larger-is-better"], "goes with --max-drop"),
         (["--keep", "30%", "--at-least", "0.5"], "names no layer"),
         (["--keep", "30%", "--at-least", "nosuch=0.5"], "nosuch"),
-        (["--keep", "30%", "--at-least", "*=0.5"], "Loosen"),
+        (["--keep", "30%", "--at-least", "*=0.5"], "loosen"),
         (["--epsilon", "0.1", "--at-most", "*=0.5"], "whole network"),
         (["--pattern", "2:4", "--at-most", "*=0.5"], "not with a pattern"),
-        (["--bytes", "10"], "cannot be pruned"),
+        (["--bytes", "10"], "cannot be removed"),
         (["--keep", "0=30%", "--at-most", "*=0.5"], "its own fraction"),
     ],
 )

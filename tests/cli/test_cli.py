@@ -246,6 +246,8 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "mycode:network", "--keep", "fc9=7%"], "matches no prunable layer"),
         (["prune", "mycode:network", "--keep", "7%", "--out", "no/such/x"], "there is no folder"),
         (["sweep", "mycode:silent"], "no evaluate function"),
+        (["export", "mycode:network", "--format", "onnx", "--values", "int8"], "--values int8 goes with --format compact"),
+        (["prune", "mycode:network", "--bytes", "10"], "what cannot be removed takes"),
         (["eval", "mycode:silent"], "no evaluate function"),
         (["verify", "missing.safetensors"], "there is no file"),
         (["verify", "mycode.py"], "not a readable safetensors file"),
@@ -264,7 +266,7 @@ def test_bad_input_is_one_clear_line(args, message, tmp_path, monkeypatch, capsy
     err = capsys.readouterr().err
     assert stop.value.code == 1 and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
-    assert {path.name for path in tmp_path.iterdir()} <= {"mycode.py", "__pycache__", "lobs-sweep"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"mycode.py", "__pycache__"}
 
 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(tmp_path):

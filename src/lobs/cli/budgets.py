@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -72,3 +72,9 @@ def score_of(subject: Subject, max_drop: float | None, larger_is_better: bool) -
         raise LobsError(f"--max-drop needs a metric, and '{subject.origin}' has none: return (model, batches, evaluate).")
     sign = 1 if larger_is_better else -1
     return lambda model: sign * float(evaluate(model))
+
+
+def in_the_metric(settings: dict[str, Any], larger_is_better: bool) -> None:
+    """Let the trials tell the metric as it is, not the score that the search has made of an error."""
+    for trial in () if larger_is_better else settings.get("trials", ()):
+        trial["score"] = -trial["score"]

@@ -130,6 +130,16 @@ def folder(path: Path) -> Path:
     return path
 
 
+def makeable(path: Path) -> Path:
+    """Refuse an output folder that could not be made or written to, before any work is done and without making it."""
+    nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise FileError(f"cannot make the folder '{path}': '{nearest}' is a file; choose another name.")
+    if not os.access(nearest, os.W_OK):
+        raise FileError(f"cannot make the folder '{path}': '{nearest}' is read-only; choose another.")
+    return path
+
+
 def writable(path: Path | None) -> Path | None:
     """Refuse an output path whose folder does not exist before any work is done."""
     if path is not None and not path.parent.is_dir():

@@ -32,6 +32,8 @@ def export(
     """
     if form not in FORMATS:
         raise LobsError(f"--format {form} is unknown. There are: {', '.join(FORMATS)}.")
+    if form != "compact" and values != "same":
+        raise LobsError(f"--values {values} goes with --format compact; {form} files hold the values as they are.")
     target = out or Path(Path(network.replace(":", "-")).stem + FORMATS[form])
     writable(target)
     if form == "compact":

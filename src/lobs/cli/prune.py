@@ -16,6 +16,7 @@ from lobs.cli.budgets import (
     MaxDropOption,
     ParametersOption,
     budget_target,
+    in_the_metric,
     limits,
     score_of,
 )
@@ -178,6 +179,7 @@ def prune(
         )
         if not crew.leads:  # the first process writes and speaks for all
             return
+    in_the_metric(result.settings, larger_is_better)
     after = subject.score(result.model)
     written = _write(result, subject, solver, before, after, out, report)
     if json:

@@ -18,6 +18,7 @@ from lobs.cli.common import (
     SubjectArgument,
     TrustOption,
     folder,
+    makeable,
     notes,
     print_json,
     print_table,
@@ -54,7 +55,7 @@ def sweep(
         raise TargetError(f"--by {by}: use ratio or epsilon.")
     if not 0 <= first < last or (by == "ratio" and last > 1):
         raise TargetError(f"--start {first:g} --stop {last:g}: start must come before stop, and a ratio ends at 1.")
-    target = folder(out)
+    makeable(out)
 
     from lobs.cli.subject import open_subject
     from lobs.sweep import inflection
@@ -78,6 +79,7 @@ def sweep(
         )
     knee = inflection(found)
     dense = subject.score(subject.model)
+    target = folder(out)
     written = [str(_write_csv(target / "sweep.csv", found, knee))]
     picture = _write_png(target / "sweep.png", found, knee, dense, f"{subject.title}, {solver}", subject.metric)
     written += [str(picture)] if picture else []

@@ -17,6 +17,7 @@ from lobs.solvers.admm import ADMM
 from lobs.solvers.columns import Columns
 from lobs.solvers.exact import Exact
 from lobs.solvers.lobs import LOBS, PRODUCTS
+from lobs.solvers.nbym import GREEDY_UP_TO, SWAPS_UP_TO
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
 from lobs.solvers.search import swap
@@ -27,6 +28,7 @@ from lobs.targets import Block, NByM, Sparsity, Structured, Target
 _EXACT = 0.024
 PRODUCT = 0.021
 _FACTOR = 0.030
+_BLOCKS = 0.1
 # One round of swaps may cost so many times what finding the support has: very wide layers that keep much cannot have one.
 _DEAR = 1 / 8
 
@@ -78,12 +80,20 @@ class Auto:
         return on_support(problem, *swap(problem, mask, near, rounds=rounds, seconds=self.seconds))
 
 
-def seconds_of(solver: Solver, groups: int, rows: int, d: int) -> float:
+def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | None = None) -> float:
     """About how long a solver takes on a layer of so many rows in all; what is not known is taken for `Auto`."""
     greedy, directions = costs_of(groups, rows, d)
-    match solver:
-        case Scored():
+    match solver, target:
+        case Scored(), _:
             return 0.0
+        case _, NByM():
+            fewer = rows // groups
+            return directions + sum(c for c, most in ((greedy, GREEDY_UP_TO), (greedy, SWAPS_UP_TO)) if fewer * d**3 <= most)
+        case _, Block(shape=(high, _)):
+            return _BLOCKS * groups * -(-rows // groups // high) * d**3 / 2e9
+        case _, Structured(what=what):
+            return _BLOCKS * groups * d**3 / 2e9 if what == "inputs" else 0.0
+    match solver:
         case Exact():
             return greedy
         case LOBS():

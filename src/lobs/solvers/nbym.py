@@ -26,8 +26,8 @@ from lobs.targets import NByM
 Method: TypeAlias = Literal["auto", "greedy", "admm"]
 
 # rows·d³ up to which each is worth its time, about ten and thirty seconds on two cores; swaps gain more for less.
-_GREEDY_UP_TO = 1e12
-_SWAPS_UP_TO = 5e12
+GREEDY_UP_TO = 1e12
+SWAPS_UP_TO = 5e12
 # Of the mean energy: an input below it is nearly dead, and this much damping keeps its weights where they were.
 _QUIET = 1e-5
 
@@ -39,8 +39,8 @@ def solve_nbym(
     problem = _steadied(problem)
     quota = quota_of(problem, target)
     rows, d = problem.weight.shape[-2:]
-    greedy = method == "greedy" or (method == "auto" and rows * d**3 <= _GREEDY_UP_TO)
-    swaps = swaps and (method != "auto" or rows * d**3 <= _SWAPS_UP_TO)
+    greedy = method == "greedy" or (method == "auto" and rows * d**3 <= GREEDY_UP_TO)
+    swaps = swaps and (method != "auto" or rows * d**3 <= SWAPS_UP_TO)
     masks = []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
         dtype = sweep_dtype(metric, weight)
