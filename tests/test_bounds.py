@@ -291,6 +291,11 @@ def test_held_out_inputs_are_batches_and_networks_of_other_shapes_are_refused():
 
 def test_held_out_inputs_that_say_nothing_are_told_of():
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(40, 6)
-    for held_out, words in (([], "held_out has no samples"), ([torch.full((2, 6), torch.nan)], "outputs there are not finite")):
+    for held_out, words in (
+        ([], "held_out has no samples"),
+        ([torch.full((2, 6), torch.nan)], "outputs there are not finite"),
+        ([torch.randn(3, 7)], "held_out could not be measured: running the network"),
+        ((1 / 0 for _ in range(2)), "held_out could not be measured: reading held_out batch 0 raised ZeroDivisionError"),
+    ):
         with pytest.warns(lobs.NumericalWarning, match=words):
             lobs.prune(model, [x], 0.5, held_out=held_out, progress=False)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lobs import LobsError, Shuffled, Sparsity, Stage, distillation, iterate, prune, retrain, sgd
+from lobs import Budget, LobsError, Shuffled, Sparsity, Stage, distillation, iterate, prune, retrain, sgd
 
 
 def task(n=240):
@@ -225,9 +225,34 @@ def test_stages_that_cannot_be_meant_are_refused_before_anything_is_pruned(monke
         ([Stage(0.9, 5), Stage(0.5, 5)], {}, "a stage keeps 0.5 of the network after one that kept 0.1"),
         ([Stage(0.5, 5)], {"decay": "slow"}, "decay is 'slow'"),
         ([Stage(0.5, 5, until_error=1.0)], {}, "until_error needs evaluate"),
+        ([Stage(Budget(parameters=10)), Stage(Budget(parameters=50))], {}, "keeps 50 weights after one that kept 10"),
+        ([Stage(0.5, 5), Stage(Budget(bytes=1))], {}, "what cannot be removed"),
+        ([Stage(0.5, "5")], {}, "iterations = '5'"),
+        ([0.5], {}, "give a list such as"),
+        ([Stage(0.5, 5)], {"until_error": 3}, "retraining has 'until_error'"),
     ):
         with pytest.raises(LobsError, match=words):
             iterate(net(), [(x, y)], Shuffled(x, y, 24), plan, retraining=more, progress=False)
+
+
+def test_stages_that_stay_or_come_from_a_generator_are_taken():
+    x, y = task()
+    plan = (Stage(removed, 2) for removed in (0.93, 1 - 0.07))  # not the same float
+    assert iterate(net(), [(x, y)], Shuffled(x, y, 24), plan, progress=False).iterations == 4
+
+
+def test_a_folder_of_stages_knows_how_they_were_retrained(tmp_path):
+    x, y = task()
+
+    def run(rate):
+        settings = {"optimizer": sgd(rate)}
+        return iterate(
+            net(), [(x, y)], Shuffled(x, y, 24), [Stage(0.5, 5)], retraining=settings, folder=tmp_path, progress=False
+        )
+
+    assert equal(run(0.05).model, run(0.05).model)
+    with pytest.raises(LobsError, match="holds another way of retraining"):
+        run(5.0)
 
 
 def test_one_stage_is_pruning_then_retraining():

@@ -19,14 +19,14 @@ from lobs.errors import CalibrationError, LobsError
 class Batches:
     """Somebody's iterable of batches; iterates like it, and has a length where that has one."""
 
-    def __init__(self, source: Iterable[Any]) -> None:
-        self.source = source
+    def __init__(self, source: Iterable[Any], name: str = "calibration") -> None:
+        self.source, self.name = source, name
 
     def __iter__(self) -> Iterator[Any]:
-        with told("reading the first calibration batch"):
+        with told(f"reading the first {self.name} batch"):
             batches = iter(self.source)
         for index in count():
-            with told(f"reading calibration batch {index}"):
+            with told(f"reading {self.name} batch {index}"):
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -45,7 +45,7 @@ def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches"
         raise CalibrationError(
             f"{name} is a {type(batches).__name__}: give a list of batches or a DataLoader; one tensor x is [x]."
         )
-    source = Batches(batches)
+    source = Batches(batches, "calibration" if name == "batches" else name)
     return Batches(list(source)) if again and isinstance(batches, Iterator) else source
 
 

@@ -16,7 +16,7 @@ from lobs import chain, ledger
 from lobs.batches import guarded
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
 from lobs.distributed import crew
-from lobs.errors import NumericalWarning, UnsupportedLayerError
+from lobs.errors import CalibrationError, NumericalWarning, UnsupportedLayerError
 from lobs.layers import Handle, Layer, find_layers
 from lobs.ledger import Certificate
 from lobs.problem import Problem
@@ -96,7 +96,11 @@ def certificate(
 
 def _held_out(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> float | None:
     """The distance on inputs kept back; what is wrong with these does not undo the pruning, but is said."""
-    found = distances(dense, pruned, batches, ())
+    try:
+        found = distances(dense, pruned, batches, ())
+    except CalibrationError as error:
+        warnings.warn(f"held_out could not be measured: {error}", NumericalWarning, stacklevel=2)
+        return None
     if not found.samples:
         warnings.warn("held_out has no samples: nothing was measured on it.", NumericalWarning, stacklevel=2)
     elif found.output is not None and not math.isfinite(found.output):
@@ -109,9 +113,9 @@ def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]
     known = {id(tensor) for layer in find_layers(dense, layers) for tensor in layer.tensors()}
     theirs = pruned.state_dict()
     for name, value in dense.state_dict(keep_vars=True).items():
-        if id(value) in known or name.endswith("num_batches_tracked"):
+        if id(value) in known or name.endswith("num_batches_tracked") or not isinstance(value, Tensor):
             continue
-        if name not in theirs or not torch.equal(value, theirs[name]):
+        if not isinstance(theirs.get(name), Tensor) or not torch.equal(value, theirs[name]):
             return name
     return None
 

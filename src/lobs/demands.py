@@ -35,11 +35,15 @@ def check(target: Target, model: nn.Module, layers: Sequence[Layer], prune_bias:
 
 
 def _check_block(target: Block, layer: Layer) -> None:
-    high, wide = target.shape
-    if for_layer(target, layer.name) is not None and (high > layer.rows or wide > layer.columns):
+    asked = for_layer(target, layer.name)
+    if not isinstance(asked, Block) or isinstance(asked.fraction, Mapping) or asked.fraction == 1:
+        return
+    high, wide = asked.shape
+    blocks = layer.groups * -(-layer.rows // high) * -(-layer.columns // wide)
+    if asked.count(blocks) == blocks:
         raise TargetError(
-            f"a block of {high}×{wide} is larger than layer '{layer.name}' ({layer.rows}×{layer.columns}). "
-            "Take smaller blocks, or skip the layer."
+            f"layer '{layer.name}' has only {blocks} block(s) of {high}×{wide} or what fits of it: all would go for "
+            f"{asked.fraction:g}. Take smaller blocks, or skip the layer."
         )
 
 
@@ -65,6 +69,6 @@ def _check_shared(target: Sparsity | Budget, model: nn.Module, layers: Sequence[
 
 def _check_kept(kept: float, least: int, largest: int) -> None:
     if kept < least:
-        raise TargetError(f"{kept:,.0f} weights are to be kept, but keep_at_least asks for {least:,}: loosen one of them.")
+        raise TargetError(f"{kept:,.0f} weights are to be kept, but keep_at_least asks for {least:,}: loosen it, or keep more.")
     if kept > largest:
-        raise TargetError(f"{kept:,.0f} weights are to be kept, but keep_at_most allows {largest:,}: tighten one of them.")
+        raise TargetError(f"{kept:,.0f} weights are to be kept, but keep_at_most allows {largest:,}: loosen it, or keep fewer.")

@@ -10,7 +10,7 @@ from itertools import islice
 from threading import Event, Thread
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lobs import memory
@@ -88,12 +88,14 @@ def forecast(
     inputs: str,
     shared: bool,
     rounds: int,
+    looks: int | None = None,
     damped: bool = False,
     target: Target | None = None,
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
 
-    `target` matters where it is a pattern, which costs what its kind does.
+    The units' influence is looked at as often, or `looks` times. `target` matters where it is a pattern, which costs what
+    its kind does.
     """
     sequential, moments = inputs != "dense", shared or inputs == "dense"
     forward, products, work = _looked_at(model, batches, layers)
@@ -124,7 +126,8 @@ def forecast(
         seconds_of(solver, *shape, wanted[name]) for name, shape in shapes.items() if target is None or wanted[name] is not None
     )
     rounds = rounds if shared else 1
-    stages = tuple(_stages(forward, products, solving, len(groups), sequential=sequential, shared=shared, rounds=rounds))
+    looks = (looks or rounds) if shared else 0
+    stages = tuple(_stages(forward, products, solving, len(groups), sequential=sequential, looks=looks, rounds=rounds))
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
@@ -135,8 +138,9 @@ def taken_in_the_end(model: nn.Module, layers: Sequence[Layer]) -> int:
 
 
 def network_bytes(model: nn.Module) -> int:
-    """Bytes of all of a network's tensors."""
-    return sum(t.numel() * t.element_size() for t in model.state_dict().values() if not is_lazy(t))
+    """Bytes of all of a network's tensors, each counted once under whatever names it goes."""
+    tensors = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor) and not is_lazy(t)]
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
 def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: bool = False) -> int:
@@ -160,14 +164,14 @@ def _stages(
     groups: int,
     *,
     sequential: bool,
-    shared: bool,
+    looks: int,
     rounds: int,
 ) -> Iterable[Stage]:
     yield Stage("count inputs", 1, forward)
     if groups:
         yield Stage("moments", groups, groups * forward + products)
-    if shared:
-        yield Stage("influence", rounds, 3 * rounds * forward)
+    if looks:
+        yield Stage("influence", looks, 3 * looks * forward)
     walks = rounds * (2 * forward + 2 * products) if sequential else 0.0
     yield Stage("prune", 2 * rounds if sequential else 0, walks + rounds * solving)
     yield Stage("measure", 2, 2 * forward)

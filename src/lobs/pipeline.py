@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from numbers import Integral, Real
 from typing import Any, get_args
 
 import torch
@@ -21,7 +22,7 @@ from lobs.forecasting import Forecast, taken_in_the_end
 from lobs.forecasting import forecast as _forecast
 from lobs.job import Inputs, Job
 from lobs.journal import fingerprint, open_journal
-from lobs.layers import find_layers
+from lobs.layers import Layer, find_layers
 from lobs.memory import limited, parse
 from lobs.observe import observed, peak_bytes, tell
 from lobs.outcome import run
@@ -95,19 +96,15 @@ def prune(
         A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
     """
     began = time.perf_counter()
-    wanted = _wanted(model, target, passes)
-    inputs = _chosen_inputs(inputs, wanted)
+    wanted, inputs, found = check(
+        model, target, inputs=inputs, layers=layers, skip=skip, passes=passes, prune_bias=prune_bias, damping=damping
+    )
     if isinstance(wanted, Budget) and wanted.max_drop is not None and evaluate is None:
         raise LobsError(
             "Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better."
         )
-    if prune_bias and isinstance(wanted, Pattern):
-        raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
     data = guarded(batches)
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
-    found = find_layers(model, layers, skip)
-    demands.check(wanted, model, found, prune_bias)
-    _check_damping(damping)
     chosen = as_solver(solver)
     settings = {
         "target": wanted, "solver": chosen, "inputs": inputs, "layers": [layer.name for layer in found], "passes": passes,
@@ -197,6 +194,7 @@ def forecast(
     layers: str | Iterable[str] | None = None,
     skip: str | Iterable[str] = (),
     passes: int = 2,
+    prune_bias: bool = False,
     damping: float | None = None,
     memory: str | float | None = None,
 ) -> Forecast:
@@ -204,24 +202,42 @@ def forecast(
 
     Runs the network on one batch. With a limit of `memory` that cannot be kept it raises as `prune` would, and says what can.
     """
-    wanted, data, found = _wanted(model, target, passes), guarded(batches), find_layers(model, layers, skip)
-    demands.check(wanted, model, found)
-    _check_damping(damping)
+    wanted, inputs, found = check(
+        model, target, inputs=inputs, layers=layers, skip=skip, passes=passes, prune_bias=prune_bias, damping=damping
+    )
+    data = guarded(batches)
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
         options = _forecast_options(wanted, passes, damping)
-        return _forecast(model, data, found, as_solver(solver), inputs=_chosen_inputs(inputs, wanted), **options)
+        return _forecast(model, data, found, as_solver(solver), inputs=inputs, **options)
 
 
-def _wanted(model: nn.Module, target: Target | float, passes: int) -> Target:
+def check(
+    model: nn.Module,
+    target: Target | float,
+    *,
+    inputs: Inputs | None = None,
+    layers: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] = (),
+    passes: int = 2,
+    prune_bias: bool = False,
+    damping: float | None = None,
+) -> tuple[Target, Inputs, list[Layer]]:
+    """Refuse what `prune` cannot do with these arguments, before any data is read; says what is wanted of which layers."""
     if not isinstance(model, nn.Module):
         raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
-    if not isinstance(passes, int) or passes < 1:
+    if not isinstance(passes, Integral) or passes < 1:
         raise LobsError(f"passes is {passes}: it is a whole number, and the network must be pruned at least once.")
-    return as_target(target)
+    wanted = as_target(target)
+    if prune_bias and isinstance(wanted, Pattern):
+        raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
+    found = find_layers(model, layers, skip)
+    demands.check(wanted, model, found, prune_bias)
+    _check_damping(damping)
+    return wanted, _chosen_inputs(inputs, wanted), found
 
 
 def _check_damping(damping: float | None) -> None:
-    if damping is not None and not (isinstance(damping, int | float) and damping >= 0 and math.isfinite(damping)):
+    if damping is not None and not (isinstance(damping, Real) and float(damping) >= 0 and math.isfinite(damping)):
         raise LobsError(f"damping is {damping!r}: it must be finite and not negative; leave it out to have it chosen.")
 
 
@@ -241,11 +257,12 @@ def _shared(wanted: Target) -> bool:
 
 
 def _forecast_options(wanted: Target, passes: int, damping: float | None) -> dict[str, Any]:
-    """What a forecast must know beside the network and the data; the search for a largest drop is taken at its longest."""
-    searched = isinstance(wanted, Budget) and wanted.max_drop is not None
-    return {
-        "shared": _shared(wanted), "rounds": LOOKS if searched else passes, "damped": damping is not None, "target": wanted,
-    }  # fmt: skip
+    """What a forecast must know beside the network and the data."""
+    options = {"shared": _shared(wanted), "rounds": passes, "damped": damping is not None, "target": wanted}
+    if isinstance(wanted, Budget) and wanted.max_drop is not None:
+        # At its longest: no trial is good enough, and what the limits force is pruned after all of them.
+        return {**options, "rounds": LOOKS + 1, "looks": 1}
+    return options
 
 
 def _write_back(pruned: nn.Module, model: nn.Module) -> None:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from lobs.batches import told
 from lobs.calibrate import call, evaluating
 from lobs.errors import TrainingError
 from lobs.holding import hold
@@ -235,7 +237,9 @@ class _Job:
     def _look(self, run: Run) -> None:
         if self.evaluate is not None:
             with torch.random.fork_rng(devices=[]):  # looking must not change what training draws next
-                run.counters["history"].append([run.counters["iteration"], float(self.evaluate(run.model))])
+                with told("evaluate"):
+                    error = float(self.evaluate(run.model))
+                run.counters["history"].append([run.counters["iteration"], error])
 
     def _good(self, run: Run) -> bool:
         return self.until_error is not None and run.counters["history"][-1][1] <= self.until_error
@@ -257,9 +261,10 @@ def check_training(
     data: Iterable[Any],
 ) -> None:
     """Refuse arguments of `retrain` that cannot be meant, before anything is trained."""
-    if iterations < 0 or every < 1:
-        raise TrainingError(f"iterations = {iterations}, every = {every}: train for 0 or more, and look every 1 or more.")
-    if decay not in _DECAYS:
+    whole = isinstance(iterations, Integral) and isinstance(every, Integral)
+    if not whole or iterations < 0 or every < 1:
+        raise TrainingError(f"iterations = {iterations!r}, every = {every!r}: train for 0 or more, and look every 1 or more.")
+    if decay not in list(_DECAYS):
         raise TrainingError(f"decay is '{decay}': use {', '.join(_DECAYS)}.")
     if until_error is not None and evaluate is None:
         raise TrainingError("until_error needs evaluate, to know the error.")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 from lobs.checkpoint import load, save
 from lobs.errors import FileError, TrainingError
-from lobs.pipeline import prune
+from lobs.pipeline import check, prune
 from lobs.retraining import Retraining, check_training, retrain
-from lobs.targets import Sparsity, Target, as_target
+from lobs.targets import Budget, Sparsity, Target, as_target
 
 
 @dataclass(frozen=True)
@@ -91,27 +92,22 @@ def iterate(
         folder: where to keep each finished stage; a run of this network that was interrupted goes on from there.
         progress: draw bars on a terminal.
     """
-    if not stages:
-        raise TrainingError("there are no stages: give at least one, such as Stage(0.93, iterations=500).")
-    _check_falling(stages)
-    told = {"every": 50, "decay": "constant", **(retraining or {})}
-    for stage in stages:
-        check_training(stage.iterations, told["every"], told["decay"], evaluate, stage.until_error, data)
-    home = None if folder is None else Path(folder)
-    if home is not None:
-        home.mkdir(parents=True, exist_ok=True)
+    stages = [stages] if isinstance(stages, Stage) else list(stages)
+    pruning, retraining = dict(pruning or {}), dict(retraining or {})
+    _check(model, data, stages, evaluate, pruning, retraining)
+    home = None if folder is None else _made(Path(folder))
     began = time.perf_counter()
     now, masks, done = model, dict[str, Tensor](), list[StageResult]()
     start = None if home is None else _fingerprint(model)
     for index, stage in enumerate(stages):
         file = None if home is None else home / f"stage-{index + 1}.safetensors"
-        record = {"stage": repr(stage), "pruning": repr(pruning or {}), "start": start}
+        record = {"stage": repr(stage), "pruning": _told(pruning), "retraining": _told(retraining), "start": start}
         taken = _finished(file, record, now)
         if taken is not None:
             now, masks, result = taken
         else:
-            cut = prune(now, batches, stage.target, progress=progress, **(pruning or {}))
-            trained = _trained(cut.model, cut.masks, data, stage, evaluate, retraining or {}, file, progress)
+            cut = prune(now, batches, stage.target, **{"progress": progress, **pruning})
+            trained = _trained(cut.model, cut.masks, data, stage, evaluate, retraining, file, progress)
             now, masks = trained.model, cut.masks
             first = trained.history[0][1] if trained.history else None
             result = StageResult(cut.kept, cut.total, first, trained.error, trained.iterations, trained.history)
@@ -120,20 +116,61 @@ def iterate(
     return Iteration(now, masks, tuple(done), time.perf_counter() - began)
 
 
-def _check_falling(stages: Sequence[Stage]) -> None:
-    """Refuse a stage that keeps more of the network than the one before it: what is gone does not come back."""
-    kept = [1 - float(f) for stage in stages if (f := _fraction(stage.target)) is not None]
-    for before, after in pairwise(kept if len(kept) == len(stages) else []):
-        if after > before:
-            raise TrainingError(f"a stage keeps {after:.3g} of the network after one that kept {before:.3g}: let them fall.")
+def _check(
+    model: nn.Module,
+    data: Iterable[Any],
+    stages: Sequence[Stage],
+    evaluate: Callable[[nn.Module], float] | None,
+    pruning: Mapping[str, Any],
+    retraining: Mapping[str, Any],
+) -> None:
+    """Refuse what a later stage could not do before the first one begins."""
+    if not stages:
+        raise TrainingError("there are no stages: give at least one, such as Stage(0.93, iterations=500).")
+    if not all(isinstance(stage, Stage) for stage in stages):
+        raise TrainingError(f"stages are {stages!r}: give a list such as [Stage(0.93, iterations=500)].")
+    own = sorted({"iterations", "until_error", "evaluate", "checkpoint"} & retraining.keys())
+    if own:
+        raise TrainingError(f"retraining has '{own[0]}', which is the stages' own or an argument of iterate: give it there.")
+    told = {"every": 50, "decay": "constant", **retraining}
+    of_target = {key: pruning[key] for key in ("inputs", "layers", "skip", "prune_bias") if key in pruning}
+    for stage in stages:
+        check(model, stage.target, **of_target)
+        check_training(stage.iterations, told["every"], told["decay"], evaluate, stage.until_error, data)
+    for before, after in pairwise(_kept(as_target(stage.target)) for stage in stages):
+        if before[0] == after[0] and after[1] > before[1] + 1e-9:
+            raise TrainingError(f"a stage keeps {after[1]:.3g} {after[0]} after one that kept {before[1]:.3g}: let them fall.")
 
 
-def _fraction(target: Target | float) -> float | None:
-    """What one number for the whole network removes."""
-    target = as_target(target)
-    if isinstance(target, Sparsity) and not isinstance(target.fraction, Mapping):
-        return float(target.fraction)
-    return None
+def _kept(target: Target) -> tuple[str, float]:
+    """What one number for the whole network keeps of it, and in what it is counted; stages of other kinds do not compare."""
+    match target:
+        case Sparsity(fraction=int() | float() as removed):
+            return "of the network", 1 - removed
+        case Budget(parameters=int() as weights):
+            return "weights", float(weights)
+    return "", 0.0
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder '{folder}': {error.strerror}.") from error
+    return folder
+
+
+def _told(value: Any) -> str:
+    """Settings in words that are the same when the same program runs again: functions by name, and by what they were given."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_told(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    if isinstance(value, FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        given = {name: cell.cell_contents for name, cell in cells}
+        return f"{value.__module__}.{value.__qualname__}{_told(given)}"
+    return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
 def _trained(
@@ -167,7 +204,12 @@ def _finished(
     if file is None or not file.is_file():
         return None
     saved = load(file)
-    for key, what in (("stage", "stage"), ("pruning", "way of pruning"), ("start", "network")):
+    for key, what in (
+        ("stage", "stage"),
+        ("pruning", "way of pruning"),
+        ("retraining", "way of retraining"),
+        ("start", "network"),
+    ):
         if saved.record.get(key) != record[key]:
             raise FileError(f"'{file}' holds another {what} ({saved.record.get(key)}). Give an empty folder, or delete it.")
     copied = copy.deepcopy(model)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from numbers import Real
+from numbers import Integral, Real
 from typing import Literal, TypeAlias, TypeVar
 
 from lobs.errors import TargetError
@@ -95,6 +95,8 @@ class Budget:
 
     def __post_init__(self) -> None:
         wishes = {name: _number(value, f"Budget {name}") for name, value in self._wishes.items() if value is not None}
+        for name, value in wishes.items():
+            object.__setattr__(self, name, value)  # a plain number, whatever kind was given
         given = [f"{name}={value:g}" for name, value in wishes.items()]
         if len(given) != 1:
             raise TargetError(
@@ -103,6 +105,10 @@ class Budget:
         for name, value in wishes.items():
             if not (value >= 0 and math.isfinite(value)):
                 raise TargetError(f"Budget {name} is {value:g}: it must be finite and not negative.")
+            if name in ("parameters", "bytes"):
+                if value != int(value):
+                    raise TargetError(f"Budget {name} is {value:g}: it is a whole number; for a fraction use Sparsity.")
+                object.__setattr__(self, name, int(value))
         _check_limits(self.keep_at_least, self.keep_at_most)
 
     @property
@@ -133,7 +139,7 @@ class NByM:
         if self.along not in ("columns", "channels"):
             raise TargetError(f"along is '{self.along}': use 'columns' or 'channels'.")
         for where, n in _entries(self.n):
-            whole = isinstance(self.m, int) and math.isfinite(n) and n == int(n)
+            whole = isinstance(self.m, Integral) and math.isfinite(n) and n == int(n)
             if not (whole and self.m >= 1 and 0 <= n <= self.m):
                 raise TargetError(f"NByM{where} is {n:g}:{self.m}: it keeps n of every m weights, whole numbers, 0 ≤ n ≤ m.")
 
@@ -166,11 +172,11 @@ class Block:
     def __post_init__(self) -> None:
         _check_fractions(self.fraction, "Block")
         sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
-        if len(sides) != 2 or not all(isinstance(k, int) and k >= 1 for k in sides):
+        if len(sides) != 2 or not all(isinstance(k, Integral) and k >= 1 for k in sides):
             raise TargetError(
                 f"Block has shape {self.shape}: give (rows, columns), whole numbers of at least 1, such as (1, 4)."
             )
-        object.__setattr__(self, "shape", sides)
+        object.__setattr__(self, "shape", tuple(int(k) for k in sides))
 
     def count(self, blocks: int) -> int:
         """How many of `blocks` blocks go."""
@@ -247,6 +253,8 @@ def check_names(target: Target, names: Iterable[str]) -> None:
     """Refuse a mapping with a key that matches no layer: it is a typing error, not a wish."""
     known = list(names)
     for key in _keys(target):
+        if not isinstance(key, str):
+            raise TargetError(f"target names a layer {key!r}: names are strings, such as '{key}'.")
         if not any(key == name or fnmatchcase(name, key) for name in known):
             raise TargetError(f"target names '{key}', which matches no prunable layer. There are: {', '.join(known)}.")
 
@@ -270,8 +278,9 @@ def _keys(target: Target) -> list[str]:
 def removable(target: Sparsity | Budget, name: str, prunable: int) -> tuple[int, int]:
     """The fewest and the most weights that a network-wide budget may take from one layer."""
     least, most = _lookup(target.keep_at_least, name), _lookup(target.keep_at_most, name)
-    fewest = 0 if most is None else prunable - math.floor(most * prunable)
-    largest = prunable if least is None else prunable - math.ceil(least * prunable)
+    # 0.07 of 100 is 7, whatever floating point makes of it.
+    fewest = 0 if most is None else prunable - math.floor(most * prunable + 1e-6)
+    largest = prunable if least is None else prunable - math.ceil(least * prunable - 1e-6)
     if fewest > largest:
         raise TargetError(f"layer '{name}': keep_at_least {least:g} is above keep_at_most {most:g}.")
     return fewest, largest

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lobs import LobsError
 from lobs.cli import app
 
 USER_CODE = """
@@ -287,3 +288,28 @@ def test_memory_is_promised_and_the_plan_printed():
     code, out, err = run("prune", "lenet300", "--keep", "10%", "--samples", "500", "--memory", "2GB")
     assert code == 0, err
     assert "of 2.00 GB" in out and "kept" in out
+
+
+def test_no_command_writes_over_what_it_reads(tmp_path, monkeypatch):
+    (tmp_path / "mycode.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "p.safetensors"
+    invoke("prune", "mycode:network", "--keep", "50%", "--out", file)
+    before = file.read_bytes()
+    for words in (
+        ("prune", file, "--trust", "--keep", "40%", "--out", file),
+        ("prune", file, "--trust", "--keep", "40%", "--report", file),
+        ("prune", file, "--trust", "--keep", "40%", "--log-json", file),
+        ("prune", file, "--trust", "--keep", "40%", "--log-json", "a", "--report", "a"),
+        ("export", file, "--values", "int8", "--out", file),
+        ("shrink", file, "--trust", "--out", file),
+        ("retrain", file, "--out", file),
+        ("iterate", file, "--stages", "5%:3", "--out", file),
+    ):
+        with pytest.raises(LobsError, match="would overwrite"):
+            invoke(*words)
+    assert file.read_bytes() == before
+    for words in (("retrain", file, "--out", "z"), ("iterate", file, "--stages", "5%:3")):
+        with pytest.raises(LobsError, match="no labelled training data here"):
+            invoke(*words)

@@ -33,7 +33,7 @@ def bench(
         torch.set_num_threads(threads)
     try:
         subject = open_subject(network, 1, trust=trust)
-        first = next(iter(subject.batches))
+        first = subject.first()
         results = [accelerate(subject.model, take(first, n), seconds=seconds, progress=not json) for n in batch or [1, 64]]
         used = torch.get_num_threads()
     finally:

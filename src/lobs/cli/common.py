@@ -154,7 +154,12 @@ def writable(path: Path | None) -> Path | None:
 def distinct(path: Path | None, option: str, *others: Path | None) -> None:
     """Refuse to write over what is read or written by the same command."""
     if path is not None and any(other is not None and path.resolve() == other.resolve() for other in others):
-        raise FileError(f"{option} '{path}' would overwrite the network in that file; give it a name of its own.")
+        raise FileError(f"{option} '{path}' would overwrite what this command reads or writes there; give it another name.")
+
+
+def file_of(network: str) -> Path | None:
+    """The file that a network is read from, if it is one."""
+    return Path(network) if Path(network).is_file() else None
 
 
 def command_line() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, print_json, print_table, say, writable
+from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, distinct, file_of, print_json, print_table, say, writable
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def export(
     if form != "compact" and values != "same":
         raise LobsError(f"--values {values} goes with --format compact; {form} files hold the values as they are.")
     target = out or Path(Path(network.replace(":", "-")).stem + FORMATS[form])
-    writable(target)
+    distinct(writable(target), "--out", file_of(network))
     if form == "compact":
         _compact(network, target, values, trust, json)
     else:
@@ -99,7 +99,7 @@ def _program(network: str, target: Path, form: str, trust: bool, json: bool) -> 
     from lobs.export import export_onnx, export_program
 
     subject = open_subject(network, 1, trust=trust)
-    example = take(next(iter(subject.batches)), 2)
+    example = take(subject.first(), 2)
     facts: dict[str, Any]
     if form == "onnx":
         done = export_onnx(target, subject.model, example)

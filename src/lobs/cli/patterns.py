@@ -41,7 +41,7 @@ def pattern_target(
 
     if along is not None and pattern is None:
         raise TargetError("--along goes with --pattern.")
-    if not (pattern or block or structured):
+    if pattern is block is structured is None:
         return None
     if (pattern is not None) + (block is not None) + (structured is not None) > 1:
         raise TargetError("give one of --pattern, --block and --structured.")
@@ -50,7 +50,7 @@ def pattern_target(
     if pattern is not None:
         return _n_by_m(pattern, along)
     if keep is None and sparsity is None:
-        raise TargetError(f"--{'block' if block else 'structured'} goes with --keep or --sparsity.")
+        raise TargetError(f"--{'structured' if block is None else 'block'} goes with --keep or --sparsity.")
     fraction = complement(parse_fractions(keep, "--keep")) if keep else parse_fractions(sparsity or "", "--sparsity")
     if block is not None:
         return Block(fraction, _sides(block))
@@ -61,6 +61,8 @@ def _n_by_m(text: str, along: str | None) -> Target:
     from lobs.targets import NByM
 
     pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
+    if len({name.strip() for name, _, _ in pairs}) < len(pairs):
+        raise TargetError(f"--pattern {text} names a layer twice.")
     try:
         parsed = {name.strip(): tuple(int(x) for x in value.split(":")) for name, _, value in pairs}
         (m,) = {m for _, m in parsed.values()}

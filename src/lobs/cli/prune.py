@@ -31,6 +31,7 @@ from lobs.cli.common import (
     command_line,
     complement,
     distinct,
+    file_of,
     notes,
     optional,
     parse_fractions,
@@ -130,12 +131,14 @@ def prune(
     target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope, kept_limits)
     writable(out)
     writable(report)
-    distinct(report, "--report", out)
     writable(log_json)
+    distinct(out, "--out", file_of(network))
+    distinct(report, "--report", out, file_of(network))
+    distinct(log_json, "--log-json", out, report, file_of(network))
 
     from lobs.cli.subject import open_subject
     from lobs.distributed import launched, share
-    from lobs.pipeline import forecast
+    from lobs.pipeline import check, forecast
     from lobs.pipeline import prune as run
 
     chosen = _solver(solver, seconds)
@@ -148,12 +151,14 @@ def prune(
                 "layers": layers,
                 "skip": skip or (),
                 "passes": passes,
+                "prune_bias": prune_bias,
                 "damping": damping,
             }
             ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
             print_json(ahead.as_dict()) if json else say(str(ahead))
         if dry_run:
             return
+        check(subject.model, target, inputs=inputs, layers=layers, skip=skip or (), prune_bias=prune_bias)  # type: ignore[arg-type]
         before = subject.score(subject.model) if crew.leads else None
         alone = crew.size == 1
         result = run(

@@ -13,6 +13,8 @@ from lobs.cli.common import (
     SolverOption,
     SubjectArgument,
     complement,
+    distinct,
+    file_of,
     folder,
     notes,
     optional,
@@ -54,7 +56,7 @@ def retrain(
 
     Example: `lobs retrain small.safetensors --iterations 510 --until-error 1.6 --out again.safetensors`
     """
-    writable(out)
+    distinct(writable(out), "--out", file)
     from lobs import checkpoint
     from lobs.cli.subject import open_subject
     from lobs.retraining import retrain as run
@@ -62,6 +64,7 @@ def retrain(
     saved = checkpoint.load(file)
     if not saved.masks:
         raise LobsError(f"'{file}' holds no masks: there are no zeros to keep. Make it with `lobs prune --out`.")
+    _require_recipe(saved.record.get("network"), str(file))
     subject = open_subject(str(file))
     settings = _settings(subject, batch, rate, optimizer, decay, distil, seed)
     with notes():
@@ -103,12 +106,14 @@ def iterate(
     Examples: `lobs iterate lenet300 --stages "5%:200;1.5%:443" --distil`; as published,
     `lobs iterate lenet300 --solver lobs --inputs dense --stages "fc1=7%,fc2=20%,fc3=70%:300;fc1=1%,fc2=4%,fc3=54%:343"`
     """
-    writable(out)
+    distinct(writable(out), "--out", file_of(network))
     plan = parse_stages(stages, scope)
     from lobs import checkpoint
     from lobs.cli.subject import open_subject
     from lobs.stages import iterate as run
 
+    if file_of(network) is not None:
+        _require_recipe(checkpoint.load(network).record.get("network"), network)
     subject = open_subject(network, samples)
     settings = _settings(subject, batch, rate, optimizer, decay, distil, seed)
     data = settings.pop("data")
@@ -145,6 +150,14 @@ def parse_stages(text: str, scope: str | None = None) -> list[Stage]:
     return plan
 
 
+def _require_recipe(network: object, title: str) -> None:
+    """Refuse networks that are not trained here, before their code would be run."""
+    from lobs import zoo
+
+    if network not in zoo.ZOO or zoo.ZOO[str(network)].recipe is None:
+        raise LobsError(f"'{title}' has no labelled training data here. Use lobs.retrain, or lobs.hold in your own loop.")
+
+
 def _settings(
     subject: Subject, batch: int | None, rate: float | None, optimizer: str, decay: str, distil: bool, seed: int
 ) -> dict[str, Any]:
@@ -156,11 +169,9 @@ def _settings(
     from lobs.data.labelled import LabelledImages
     from lobs.retraining import Shuffled, sgd
 
-    recipe = zoo.entry(subject.network).recipe if subject.network in zoo.ZOO else None
-    if recipe is None:
-        raise LobsError(
-            f"'{subject.title}' has no labelled training data here. Use lobs.retrain, or lobs.hold in your own loop."
-        )
+    _require_recipe(subject.network, subject.title)
+    recipe = zoo.entry(subject.network).recipe
+    assert recipe is not None
     data = sets.load(zoo.entry(subject.network).data, "train")
     assert isinstance(data, LabelledImages)
     chosen = recipe.learning_rate if rate is None else rate

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, optional, print_json, say, writable
+from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, distinct, file_of, optional, print_json, say, writable
 
 
 def shrink(
@@ -22,7 +22,7 @@ def shrink(
     Example: `lobs prune lenet5 --structured units --sparsity 50% --out p.safetensors`, then
     `lobs shrink p.safetensors --out small.safetensors`, which every other command can open.
     """
-    writable(out)
+    distinct(writable(out), "--out", file_of(network))
 
     from lobs import checkpoint
     from lobs.cli.subject import open_subject
@@ -30,7 +30,7 @@ def shrink(
     from lobs.shrinking import shrink as run
 
     subject = open_subject(network, trust=trust)
-    batch = next(iter(subject.batches))
+    batch = subject.first()
     example = batch[0] if isinstance(batch, tuple | list) else batch
     if isinstance(example, dict):
         raise LobsError("cannot shrink a network that is called with keyword arguments.")

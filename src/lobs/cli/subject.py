@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,12 @@ class Subject:
             return float(value)
         except (TypeError, ValueError):
             raise LobsError(f"{self.title}: evaluate returned {value!r}; it must return a number.") from None
+
+    def first(self) -> Any:
+        """The first batch."""
+        for batch in self.batches:
+            return batch
+        raise LobsError(f"{self.title}: there are no batches.")
 
     def provenance(self) -> dict[str, Any]:
         """What a saved result must say so that `lobs verify` can find the dense network and the data again."""
@@ -121,15 +127,15 @@ def _from_function(spec: str, samples: int | None) -> Subject:
     module_name, _, function_name = spec.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that a file beside the user is found
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-        answer = function()
-    except ModuleNotFoundError as error:
-        raise LobsError(f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it.") from error
+        module = importlib.import_module(module_name)
+        if not hasattr(module, function_name):
+            raise LobsError(f"module '{module_name}' has no '{function_name}'.")
+        answer = getattr(module, function_name)()
     except LobsError:
         raise
     except Exception as error:  # the user's code may raise anything
-        if isinstance(error, AttributeError) and function_name in str(error):
-            raise LobsError(f"module '{module_name}' has no '{function_name}'.") from None
+        if isinstance(error, ModuleNotFoundError) and error.name in _with_parents(module_name):
+            raise LobsError(f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it.") from error
         raise LobsError(f"'{spec}' raised {type(error).__name__}: {' '.join(str(error).split())}") from error
     finally:
         sys.path.pop(0)
@@ -141,11 +147,22 @@ def _from_function(spec: str, samples: int | None) -> Subject:
         network=spec,
         title=spec,
         model=model,
-        batches=batches if samples is None else limit(batches, samples),
+        batches=_again(batches) if samples is None else limit(batches, samples),
         evaluate=rest[0] if rest else None,
         metric="evaluate()",
         samples=samples,
     )
+
+
+def _with_parents(module: str) -> set[str]:
+    """a, a.b and a.b.c of a.b.c: what is missing if the module is."""
+    parts = module.split(".")
+    return {".".join(parts[: i + 1]) for i in range(len(parts))}
+
+
+def _again(batches: Iterable[Any]) -> Iterable[Any]:
+    """Commands run through the batches several times: a generator is read into a list."""
+    return list(batches) if isinstance(batches, Iterator) else batches
 
 
 def limit(batches: Iterable[Any], samples: int) -> list[Any]:

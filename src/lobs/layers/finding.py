@@ -94,7 +94,9 @@ def _matching(names: Sequence[str], patterns: str | Iterable[str] | None, what: 
     if patterns is None:
         return None
     matched: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    if not isinstance(patterns, str | Iterable):
+        raise UnsupportedLayerError(f"{what} is {patterns!r}: give names or globs, such as '{patterns}'.")
+    for pattern in map(str, [patterns] if isinstance(patterns, str) else patterns):
         hits = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
         if not hits:
             raise UnsupportedLayerError(
