@@ -244,3 +244,16 @@ def test_every_output_counts_not_the_first_alone():
         before, after = model(x), found.model(x)
     moved = (before["logits"] - after["logits"]).square().sum() + (before["more"][0] - after["more"][0]).square().sum()
     assert found.certificate.measured == pytest.approx(float((moved / len(x)).sqrt()), rel=1e-5)
+
+
+def test_an_error_taken_for_a_score_is_told_of():
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)), torch.randn(300, 30)
+    wanted = model(x).detach()
+
+    def error(net):
+        return float((net(x) - wanted).detach().square().mean())
+
+    with pytest.warns(lobs.NumericalWarning, match="a score of which more is better; to use an error, return its negative"):
+        lobs.prune(model, [x], Budget(max_drop=0.1), evaluate=error, progress=False)
+    lobs.prune(model, [x], Budget(max_drop=0.1), evaluate=lambda net: -error(net), progress=False)

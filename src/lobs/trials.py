@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from torch import nn
 
 from lobs.batches import told
 from lobs.distributed import crew
-from lobs.errors import LobsError
+from lobs.errors import LobsError, NumericalWarning
 from lobs.job import Job
 from lobs.journal import Journal
 from lobs.outcome import Outcome, run
@@ -20,6 +21,7 @@ from lobs.targets import Budget, removable
 
 Evaluate: TypeAlias = Callable[[nn.Module], float]
 LOOKS = 8
+_NEXT_TO_NOTHING = 0.01
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,20 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             advance(1)
             if high - low < math.log(1.03):
                 break
+    _doubt(trials, dense, total)
     return best or run(job, job.shared(budget, forced)), trials
+
+
+def _doubt(trials: list[Trial], dense: float, total: int) -> None:
+    """Say so where next to nothing is kept and the score has risen: then it is an error, most likely."""
+    least = min(trials, key=lambda trial: trial.kept)
+    if least.score > dense and least.kept <= _NEXT_TO_NOTHING * total:
+        warnings.warn(
+            f"with {least.kept:,} of {total:,} weights evaluate gives {least.score:.4g}, with all of them {dense:.4g}. "
+            "It must return a score of which more is better; to use an error, return its negative.",
+            NumericalWarning,
+            stacklevel=2,
+        )
 
 
 def _score(evaluate: Evaluate, model: nn.Module, journal: Journal, key: str) -> float:

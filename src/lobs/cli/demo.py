@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # 7.0 % of all weights; the small last layers keep more, as in the paper.
 KEPT = {"fc1": 0.051, "fc2": 0.20, "fc3": 0.65}
-METHODS = {"lobs": "L-OBS as published", "magnitude": "magnitude", "exact": "exact", "auto": "lobs"}
+METHODS = {"lobs": "L-OBS as published", "magnitude": "magnitude", "exact": "exact", "auto": "the defaults"}
 
 
 def demo(
