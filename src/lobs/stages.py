@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,9 +168,9 @@ def _told(value: Any) -> str:
     if isinstance(value, nn.Module):
         return type(value).__qualname__
     if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        given = {name: cell.cell_contents for name, cell in cells}
-        return f"{value.__module__}.{value.__qualname__}{_told(given)}"
+        given = inspect.getclosurevars(value).nonlocals
+        plain = {name: x for name, x in given.items() if not isinstance(x, FunctionType)}  # one may refer to itself
+        return f"{value.__module__}.{value.__qualname__}{_told(plain)}"
     return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
 
