@@ -36,7 +36,7 @@ _NOTES = """## How to read it, and where it differs
   1,020 for CIFAR-Net), which is a fraction of the paper's. Where they do better right after pruning than in the paper, the likely reason, not
   tested, is that our networks were trained with weight decay.
 - **OBD** takes the diagonal of the Fisher matrix, one drawn label a sample (`lobs.curvature`).
-- **DNS** has fixed thresholds from the dense weights; the kept fraction is what comes out. On LeNet-5 it has 5,000 iterations, not 47,000.
+- **DNS** has fixed thresholds from the dense weights and the weight decay that the network was trained with; the kept fraction is what comes out. On LeNet-5 it has 5,000 iterations, not 47,000.
 - **CIFAR-Net**: the paper calls it a revised AlexNet of three convolutions and two fully-connected layers and gives no widths, nor how much each
   layer keeps. Two are here. The one with the widths of Caffe's cifar10_quick has 145,000 weights, most of them in convolutions; 9 % of them are too few (its
   LWC, L-OBS and exact rows keep 9 % of every layer, of a first layer of 75 inputs too, which destroys it). The one with AlexNet's proportions has 1,024

@@ -108,7 +108,8 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
     assert recipe is not None
     iterations = min(int(row.paper.iterations), _DNS_CAP[row.network])
     done = operate(
-        who.model, who.shuffled(recipe.batch_size), rule, iterations=lab.few(iterations, 200), optimizer=sgd(recipe.learning_rate),
+        who.model, who.shuffled(recipe.batch_size), rule, iterations=lab.few(iterations, 200),
+        optimizer=sgd(recipe.learning_rate, weight_decay=recipe.weight_decay),
         decay=lambda t: 0.5 + 0.5 * math.cos(math.pi * t), evaluate=who.error, every=lab.few(1000, 100), seed=lab.seed, progress=False,
     )  # fmt: skip
     return {
@@ -199,6 +200,7 @@ ROWS = [
     Row("lenet300/default-1.5", "default, 1.5 %", _L3, None, once(None, 0.015, 0)),
     Row("lenet300/ours-1.5", "shared budget, 1.5 %, one stage", _L3, None, staged((643,), keep=0.015)),
     Row("lenet300/ours-staged-1.5", "shared budget, 1.5 %, stages", _L3, None, staged((64,) * 6 + (259,), keep=0.015)),
+    Row("lenet300/ours-long-2", "shared budget, 2 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.02)),
     Row("lenet300/ours-long-1.5", "shared budget, 1.5 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.015)),
     Row("lenet300/ours-long-1", "shared budget, 1 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.01)),
     Row("lenet5/obd", "OBD (Fisher diagonal)", _L5, Paper(1.27, 8, 86.72, 2.65, 2.9e5), baseline("obd-fisher")),
