@@ -121,8 +121,8 @@ def test_auto_is_never_worse_than_greedy_or_admm_before_swaps():
 
 
 def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):
-    monkeypatch.setattr("lobs.solvers.nbym._GREEDY_UP_TO", 0.0)
-    monkeypatch.setattr("lobs.solvers.nbym._SWAPS_UP_TO", 0.0)
+    monkeypatch.setattr("lobs.solvers.nbym.GREEDY_UP_TO", 0.0)
+    monkeypatch.setattr("lobs.solvers.nbym.SWAPS_UP_TO", 0.0)
     monkeypatch.setattr("lobs.solvers.support._MANY", 0.0)
     problem = Problem(torch.randn(10, 65), make_moment(65), bias_column=True)
     solution = solve(problem, "exact", NByM(2, 4))
