@@ -98,4 +98,6 @@ def _table(runs: list[Run], before: float | None) -> None:
     ]
     columns = ["method", "kept", "test error (%)", "layer error ΣE", "output bound", "measured", "held out", "seconds"]
     kept = ", ".join(f"{name} {100 * share:g} %" for name, share in KEPT.items())
-    print_table("LeNet-300-100 on MNIST, no retraining", columns, rows, note=f"kept by layer: {kept}; lobs by one budget")
+    print_table(
+        "LeNet-300-100 on MNIST, no retraining", columns, rows, note=f"kept by layer: {kept}; the defaults by one budget"
+    )
