@@ -34,6 +34,16 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """A folder to write into, made where it is missing, with a clear error where it cannot be."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder '{folder}': {error.strerror}.") from error
+    return folder
+
+
 def _sync(path: Path) -> None:
     """Ask for a file's bytes, or a folder's names, to be on disk."""
     if path.is_dir() and os.name == "nt":  # Windows opens no folders, and orders renames itself

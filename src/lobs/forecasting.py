@@ -88,9 +88,9 @@ def forecast(
     inputs: str,
     shared: bool,
     rounds: int,
+    target: Target,
     looks: int | None = None,
     damped: bool = False,
-    target: Target | None = None,
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
 
@@ -120,10 +120,10 @@ def forecast(
     groups = passes(layers, room) if moments else []
     together = max((sum(moment_bytes(layer) for layer in group) for group in groups), default=0)
     spilled = sum(map(moment_bytes, layers)) if limit is not None and moments else 0
-    shapes = {layer.name: (layer.groups, layer.groups * layer.rows, layer.columns + 1) for layer in layers}
-    wanted = {name: None if target is None else for_layer(target, name) for name in shapes}
     solving = sum(
-        seconds_of(solver, *shape, wanted[name]) for name, shape in shapes.items() if target is None or wanted[name] is not None
+        seconds_of(solver, layer.groups, layer.groups * layer.rows, layer.columns + 1, asked)
+        for layer in layers
+        if (asked := for_layer(target, layer.name)) is not None
     )
     rounds = rounds if shared else 1
     looks = (looks or rounds) if shared else 0

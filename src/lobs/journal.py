@@ -25,7 +25,7 @@ from lobs import __version__, checkpoint
 from lobs.checkpoint import Checkpoint
 from lobs.distributed import crew
 from lobs.errors import FileError, LobsError
-from lobs.files import atomic_write
+from lobs.files import atomic_write, make_folder
 
 _IDENTITY = "run.json"
 _METHOD = 2  # to be raised when the same settings lead to other numbers: what an older form left is not taken up
@@ -103,10 +103,7 @@ def open_journal(folder: str | os.PathLike[str] | None, identity: Mapping[str, s
 
 @contextmanager
 def _opened(path: Path, identity: Mapping[str, str]) -> Iterator[None]:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"cannot make the folder '{path}': {error.strerror}.") from error
+    make_folder(path)
     with _locked(path):
         for rest in path.glob(".*.safetensors.*"):  # what a killed run was about to write
             rest.unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import os
 import time
@@ -14,11 +13,12 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lobs.checkpoint import load, save
 from lobs.errors import FileError, TrainingError
+from lobs.files import make_folder
+from lobs.journal import weights_hash
 from lobs.pipeline import check, prune
 from lobs.retraining import Retraining, check_training, retrain
 from lobs.targets import Budget, Sparsity, Target, as_target
@@ -96,10 +96,10 @@ def iterate(
     stages = [stages] if isinstance(stages, Stage) else list(stages)
     pruning, retraining = dict(pruning or {}), dict(retraining or {})
     _check(model, data, stages, evaluate, pruning, retraining)
-    home = None if folder is None else _made(Path(folder))
+    home = None if folder is None else make_folder(folder)
     began = time.perf_counter()
     now, masks, done = model, dict[str, Tensor](), list[StageResult]()
-    start = None if home is None else _fingerprint(model)
+    start = None if home is None else weights_hash(model)
     for index, stage in enumerate(stages):
         file = None if home is None else home / f"stage-{index + 1}.safetensors"
         record = {"stage": repr(stage), "pruning": _told(pruning), "retraining": _told(retraining), "start": start}
@@ -151,14 +151,6 @@ def _kept(target: Target) -> tuple[str, float]:
         case Budget(parameters=int() as weights):
             return "weights", float(weights)
     return "", 0.0
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"cannot make the folder '{folder}': {error.strerror}.") from error
-    return folder
 
 
 def _told(value: Any) -> str:
@@ -218,11 +210,3 @@ def _finished(
     fields = dict(saved.record["result"])
     history = tuple((int(i), float(e)) for i, e in fields.pop("history"))
     return copied, dict(saved.masks), StageResult(**fields, history=history)
-
-
-def _fingerprint(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()[:16]

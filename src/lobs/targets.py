@@ -95,8 +95,6 @@ class Budget:
 
     def __post_init__(self) -> None:
         wishes = {name: _number(value, f"Budget {name}") for name, value in self._wishes.items() if value is not None}
-        for name, value in wishes.items():
-            object.__setattr__(self, name, value)  # a plain number, whatever kind was given
         given = [f"{name}={value:g}" for name, value in wishes.items()]
         if len(given) != 1:
             raise TargetError(
@@ -105,10 +103,10 @@ class Budget:
         for name, value in wishes.items():
             if not (value >= 0 and math.isfinite(value)):
                 raise TargetError(f"Budget {name} is {value:g}: it must be finite and not negative.")
-            if name in ("parameters", "bytes"):
-                if value != int(value):
-                    raise TargetError(f"Budget {name} is {value:g}: it is a whole number; for a fraction use Sparsity.")
-                object.__setattr__(self, name, int(value))
+            counted = name in ("parameters", "bytes")
+            if counted and value != int(value):
+                raise TargetError(f"Budget {name} is {value:g}: it is a whole number; for a fraction use Sparsity.")
+            object.__setattr__(self, name, int(value) if counted else value)  # plain, whatever kind of number was given
         _check_limits(self.keep_at_least, self.keep_at_most)
 
     @property

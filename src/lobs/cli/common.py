@@ -94,8 +94,7 @@ def parse_fractions(text: str, option: str) -> float | dict[str, float]:
             return _fraction(text, option)
         pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
         names = [name.strip() for name, _ in pairs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise TargetError(f"{option} names '{twice[0]}' twice: give it one number.")
+        named_once(names, option)
         return {name: _fraction(value, option) for name, (_, value) in zip(names, pairs, strict=True)}
     except TargetError:
         raise
@@ -114,20 +113,17 @@ def _fraction(text: str, option: str) -> float:
     return value
 
 
+def named_once(names: Sequence[str], option: str) -> None:
+    """Refuse an option that names a layer twice."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise TargetError(f"{option} names '{twice[0]}' twice: give it one number.")
+
+
 def complement(kept: float | dict[str, float]) -> float | dict[str, float]:
     """Kept fractions as removed fractions."""
     if isinstance(kept, dict):
         return {name: 1 - value for name, value in kept.items()}
     return 1 - kept
-
-
-def folder(path: Path) -> Path:
-    """Make an output folder, with a clear error where it cannot be."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"cannot make the folder '{path}': {error.strerror}.") from error
-    return path
 
 
 def makeable(path: Path) -> Path:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, command_line, folder, notes, optional, print_json, print_table, say
+from lobs.cli.common import JsonOption, command_line, notes, optional, print_json, print_table, say
+from lobs.files import make_folder
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -34,7 +35,7 @@ def demo(
     from lobs.report import Run, write_report
     from lobs.targets import Sparsity
 
-    target_folder = folder(out)
+    target_folder = make_folder(out)
     subject = open_subject("lenet300", samples)
     before = subject.score(subject.model)
     by_layer = Sparsity({name: 1 - kept for name, kept in KEPT.items()})

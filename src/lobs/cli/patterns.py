@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import complement, parse_fractions
+from lobs.cli.common import complement, named_once, parse_fractions
 from lobs.errors import TargetError
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def _n_by_m(text: str, along: str | None) -> Target:
     from lobs.targets import NByM
 
     pairs = [part.rpartition("=") for part in text.split(",") if part.strip()]
-    if len({name.strip() for name, _, _ in pairs}) < len(pairs):
-        raise TargetError(f"--pattern {text} names a layer twice.")
+    named_once([name.strip() for name, _, _ in pairs], "--pattern")
     try:
         parsed = {name.strip(): tuple(int(x) for x in value.split(":")) for name, _, value in pairs}
         (m,) = {m for _, m in parsed.values()}

@@ -15,7 +15,6 @@ from lobs.cli.common import (
     complement,
     distinct,
     file_of,
-    folder,
     notes,
     optional,
     parse_fractions,
@@ -120,7 +119,7 @@ def iterate(
     with notes():
         done = run(
             subject.model, subject.batches, data, plan, evaluate=subject.evaluate, pruning={"solver": solver, "inputs": inputs},
-            retraining=settings, folder=None if keep_in is None else folder(keep_in), progress=not json,
+            retraining=settings, folder=keep_in, progress=not json,
         )  # fmt: skip
     rows = [{**vars(stage), "kept_fraction": stage.kept_fraction} for stage in done.stages]
     path = None

@@ -17,13 +17,13 @@ from lobs.cli.common import (
     SolverOption,
     SubjectArgument,
     TrustOption,
-    folder,
     makeable,
     notes,
     print_json,
     print_table,
     say,
 )
+from lobs.files import make_folder
 
 if TYPE_CHECKING:
     from lobs.sweep import SweepPoint
@@ -79,7 +79,7 @@ def sweep(
         )
     knee = inflection(found)
     dense = subject.score(subject.model)
-    target = folder(out)
+    target = make_folder(out)
     written = [str(_write_csv(target / "sweep.csv", found, knee))]
     picture = _write_png(target / "sweep.png", found, knee, dense, f"{subject.title}, {solver}", subject.metric)
     written += [str(picture)] if picture else []

@@ -94,15 +94,14 @@ def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | 
             return _BLOCKS * groups * -(-rows // groups // high) * d**3 / 2e9
         case _, Structured(what=what):
             return _BLOCKS * groups * d**3 / 2e9 if what == "inputs" else 0.0
-    match solver:
-        case Exact():
+        case Exact(), _:
             return greedy
-        case LOBS():
+        case LOBS(), _:
             return (_FACTOR * groups * d**3 + PRODUCT * PRODUCTS * rows * d**2) / 1e9
-        case ADMM():
+        case ADMM(), _:
             return directions
-        case Columns():
-            return (_FACTOR * groups * d**3 * 4 / 3 + PRODUCT * (1 + solver.steps) * rows * d**2) / 1e9
+        case Columns(steps=steps), _:
+            return (_FACTOR * groups * d**3 * 4 / 3 + PRODUCT * (1 + steps) * rows * d**2) / 1e9
     if greedy <= Auto.patience * directions:
         return 2.5 * greedy  # with swaps and least squares
     if not memory.affords(ADMM.bytes(rows // groups, d)):
