@@ -46,7 +46,7 @@ def run(network, share, options, out, folder=None):
     with ExitStack() as stack:
         if pieces is not None:  # so that small layers are shared as large ones are
             for place, name, value in (
-                (search, "_BATCH_BYTES", 2**17), (search, "_TOGETHER", pieces), (support, "_FEW", 0.0),
+                (search, "_BATCH_BYTES", 2**15), (search, "_TOGETHER", pieces), (support, "_FEW", 0.0),
                 (search._Rows, "_batch", counting(search._Rows._batch, out)),
                 (support, "_solved_rows", counting(support._solved_rows, out)),
             ):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lobs import linalg
+from lobs.errors import ProblemError
 
 
 def test_the_norm_of_a_large_matrix_is_bounded_from_above(monkeypatch):
@@ -31,3 +33,28 @@ def test_substitution_reads_the_lower_triangle_only():
     matrix, right = torch.randn(3, 5, 5, dtype=torch.float64) + 5 * torch.eye(5), torch.randn(3, 5, dtype=torch.float64)
     expected = torch.linalg.solve(matrix.tril(), right)
     torch.testing.assert_close(linalg.substitute(matrix, right), expected)
+
+
+@pytest.mark.parametrize("f", [0, 1, 31, 32, 33, 100])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_eliminated_variables_take_their_best_values(f, kind):
+    u, rows = 7, 3
+    x = torch.randn(rows, 4 * (f + u), f + u, dtype=torch.float64)
+    gram, linear = x.mT @ x / x.shape[1], torch.randn(rows, f + u, dtype=torch.float64)
+    lines = torch.cat([gram[:, :, :f], linear[:, None, :f]], dim=1)
+    rest = linalg.Eliminated.from_lines(lines.to(kind))
+    inverse = torch.linalg.inv(gram[:, :f, :f])
+    cross = torch.cat([gram[:, :f, f:], linear[:, :f, None]], dim=2)
+    close = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {}
+    torch.testing.assert_close(rest.explained.double(), cross.mT @ inverse @ cross, **close)
+    others = torch.randn(rows, u, dtype=torch.float64)
+    best = inverse @ (linear[:, :f, None] - gram[:, :f, f:] @ others.unsqueeze(2))
+    torch.testing.assert_close(rest.values(others).double(), best.squeeze(2), **close)
+
+
+def test_what_float32_cannot_eliminate_is_left_to_float64():
+    gram = torch.ones(1, 40, 40) + 1e-9 * torch.eye(40)
+    lines = torch.cat([gram, torch.ones(1, 1, 40)], dim=1)
+    assert linalg.Eliminated.from_lines(lines.clone()) is None
+    with pytest.raises(ProblemError, match="damping"):
+        linalg.Eliminated.from_lines(lines.double())

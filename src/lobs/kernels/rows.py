@@ -56,7 +56,15 @@ def restrict(gram: Tensor, lines: Tensor, columns: Tensor) -> Tensor:
 def blocks(gram: Tensor, index: Tensor, real: Tensor) -> Tensor:
     """G restricted to every row's columns; what is not real becomes a variable of its own that touches nothing."""
     block = restrict(gram, index, index)
-    if not bool(real.all()):
-        block *= real.unsqueeze(2) & real.unsqueeze(1)
-        block.diagonal(dim1=1, dim2=2)[~real] = 1
+    apart(block, real)
     return block
+
+
+def apart(lines: Tensor, real: Tensor) -> None:
+    """Make what is not real a variable of its own that touches nothing, in place; lines (rows, f or more, f) begin with G's."""
+    if bool(real.all()):
+        return
+    f = real.shape[1]
+    lines *= real.unsqueeze(1)
+    lines[:, :f] *= real.unsqueeze(2)
+    lines[:, :f].diagonal(dim1=1, dim2=2)[~real] = 1

@@ -34,10 +34,10 @@ class ADMM:
     it searches the count, about a dozen runs. Runs in float32 unless the weights are float64.
     """
 
-    penalty: float = 0.1
-    growth: float = 2.0
-    penalties: int = 4
-    steps: int = 8
+    penalty: float = 0.05
+    growth: float = 1.7
+    penalties: int = 6
+    steps: int = 6
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:

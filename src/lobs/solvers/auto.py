@@ -20,8 +20,8 @@ from lobs.solvers.lobs import LOBS, PRODUCTS
 from lobs.solvers.nbym import GREEDY_UP_TO, SWAPS_UP_TO
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
-from lobs.solvers.search import swap
-from lobs.solvers.support import on_support
+from lobs.solvers.search import round_work, swap
+from lobs.solvers.support import on_support, single_precision
 from lobs.targets import Block, NByM, Sparsity, Structured, Target
 
 # Seconds per 10⁹ multiply-adds on two cores, fitted by `python -m benchmarks.rivals --costs`; only their ratios matter here.
@@ -30,8 +30,12 @@ PRODUCT = 0.021
 _FACTOR = 0.030
 _BLOCKS = 0.25
 _GROUP_SWAPS = 3  # times what the exact greedy takes on the same layer (`benchmarks.patterns`)
-# One round of swaps may cost so many times what finding the support has: very wide layers that keep much cannot have one.
-_DEAR = 1 / 8
+# A support and its swaps may take about as many products of rows·d² as rivals take for theirs (`benchmarks.rivals`).
+_PRODUCTS = 70
+# What one round of swaps wins is worth more than that time, but very wide layers that keep much cannot have one at all.
+_FEWEST = 1 / 8
+# Where swaps take what time there is, they also make good what a quicker start leaves.
+_HASTY = ADMM(penalty=0.06, growth=2.3, penalties=4, steps=6)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Auto:
     themselves.
     """
 
-    patience: float = 3.0
+    patience: float = 2.0
     seconds: float | None = None
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
@@ -56,12 +60,13 @@ class Auto:
         if not isinstance(target, Sparsity):
             return Refine(first, seconds=self.seconds)(problem, target)
         count = target.count(problem.prunable)
-        match first:
-            case Columns():
-                return first(problem, target)
-            case ADMM():
-                return self._from_support(problem, *first.support(problem, count))
-        return self._from_support(problem, first.path(problem).mask_at(count))
+        if isinstance(first, Columns):
+            return first(problem, target)
+        if isinstance(first, Exact):
+            return self._from_support(problem, first.path(problem).mask_at(count))
+        if _rounds(problem, problem.weight.numel() - count, first) < 1:
+            first = _HASTY
+        return self._from_support(problem, *first.support(problem, count), first)
 
     def start(self, problem: Problem) -> Exact | ADMM | Columns:
         """Which solver finds the first support."""
@@ -70,15 +75,23 @@ class Auto:
             return Exact()
         return ADMM() if memory.affords(ADMM.bytes(*problem.weight.shape[-2:])) else Columns()
 
-    def _from_support(self, problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
+    def _from_support(self, problem: Problem, mask: Tensor, near: Tensor | None = None, first: ADMM = _HASTY) -> Solution:
         """Swap at once: least squares on the first support would cost as much as a round of swaps."""
-        kept = int(mask.sum()) / max(1, mask[..., 0].numel())
-        round_cost = _FACTOR * mask[..., 0].numel() * kept**2 * (kept / 6 + 128) / 1e9
-        afforded = costs(problem)[1] / max(round_cost, 1e-9)
-        if afforded < _DEAR:
+        rounds = _rounds(problem, int(mask.sum()), first)
+        if rounds < _FEWEST:
             return on_support(problem, mask, near)
-        rounds = max(1, min(3, int(2 * afforded)))
-        return on_support(problem, *swap(problem, mask, near, rounds=rounds, seconds=self.seconds))
+        turns = max(1, min(3, int(rounds)))
+        return on_support(problem, *swap(problem, mask, near, rounds=turns, seconds=self.seconds))
+
+
+def _rounds(problem: Problem, kept: int, first: ADMM) -> float:
+    """How many rounds of swaps there is time for after a first support, when rivals' time is all there is."""
+    d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
+    pairs = zip(problem.metrics, problem.groups, strict=True)
+    digits = 1 if all(single_precision(metric, weight) for metric, (weight, _) in pairs) else 2
+    one = digits * PRODUCT * rows * round_work(kept / max(1, rows), d - problem.protected)
+    left = PRODUCT * _PRODUCTS * rows * d**2 - 1e9 * _directions(len(problem.groups), rows, d, first)
+    return left / max(one, 1.0)
 
 
 def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | None = None) -> float:
@@ -116,7 +129,8 @@ def costs(problem: Problem) -> tuple[float, float]:
 
 def costs_of(groups: int, rows: int, d: int) -> tuple[float, float]:
     """The same for a shape: rows of all groups, and columns."""
-    admm = ADMM()
-    greedy = _EXACT * rows * d**3 / 3e9
-    directions = admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2) / 1e9
-    return greedy, directions
+    return _EXACT * rows * d**3 / 3e9, _directions(groups, rows, d, ADMM())
+
+
+def _directions(groups: int, rows: int, d: int, admm: ADMM) -> float:
+    return admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2) / 1e9

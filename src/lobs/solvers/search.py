@@ -16,15 +16,18 @@ from torch import Tensor
 
 from lobs import kernels, linalg, memory
 from lobs.distributed import crew
-from lobs.kernels.rows import blocks, by_rows, listed, restrict
+from lobs.kernels.rows import apart, by_rows, listed, restrict
 from lobs.problem import Problem
 from lobs.solvers.support import single_precision, stacked
 
 _POOL = 128  # at most so many on either side; more finds little more
 _LEAST_POOL = 32
+_SHARE = 3  # times the root of what a row keeps: more find more, but what they cost grows faster
+_SEARCH = 3  # products that every element of a pool's cube takes as long as (`benchmarks.rivals --costs`)
 _ENOUGH = 0.1  # moves a row below which another round is not worth its factorisations
 _BATCH_BYTES = 2**29  # of pools, and of factors where at least _TOGETHER rows' fit
 _TOGETHER = 64
+_TYPICAL, _ENOUGH_ROWS = 4, 16  # so many supports stand for all, but only one of so many
 _STEPS = 15  # conjugate gradient steps for values that only the choice of pools depends on
 _FEW = 5  # where they start near
 
@@ -62,6 +65,18 @@ def swap(
     return kept.view(mask.shape), values
 
 
+def pool_size(kept: float, free: int) -> int:
+    """How many of a row's free columns a round looks at when so many are kept: about as many inside as outside."""
+    return min(2 * max(_LEAST_POOL, min(_POOL, int(_SHARE * kept**0.5))), free)
+
+
+def round_work(kept: float, free: int) -> float:
+    """About how many multiply-adds of matrix products a round takes as long as, per row."""
+    pool = pool_size(kept, free)
+    fixed = max(0.0, kept - pool / 2)
+    return fixed**3 / 6 + fixed**2 * pool / 2 + fixed * pool**2 + _SEARCH * pool**3
+
+
 class _Rows:
     """The rows of one group and the exchange among them; `kept`, a mask (rows, d), is improved in place."""
 
@@ -72,8 +87,7 @@ class _Rows:
         self.kept, self.late, self.backend, self.name = kept, late, backend, problem.name
         self.importance = problem.importance[group]
         self.free = weight.shape[1] - problem.protected  # columns that may come and go
-        side = int(kept[:, : self.free].sum()) // max(1, 3 * len(kept))
-        self.pool = min(2 * max(_LEAST_POOL, min(_POOL, side)), self.free)
+        self.pool = pool_size(int(kept[:, : self.free].sum()) / max(1, len(kept)), self.free)
         self.active = torch.ones(len(kept), dtype=torch.bool, device=kept.device)
         self.independent = self._independence()
         support = int(kept.sum()) // max(1, len(kept))
@@ -94,7 +108,8 @@ class _Rows:
         Batches know nothing of each other, so several processes take turns at them.
         """
         pools, together, moves = self._pools(values), crew(), 0
-        batches = torch.split(self.active.nonzero().squeeze(1), self.batch)
+        active = self.active.nonzero().squeeze(1)
+        batches = torch.tensor_split(active, max(1, -(-len(active) // self.batch)))
         for rows in batches[together.rank :: together.size]:
             if self.late is not None and time.perf_counter() > self.late:
                 break
@@ -121,10 +136,11 @@ class _Rows:
         first = torch.where(real.flatten(1), place, place + 2 * self.pool).topk(self.pool, dim=1, largest=False).indices
         return sides.flatten(1).gather(1, first)
 
-    def _independence(self, rows: int = 4) -> Tensor:
+    def _independence(self) -> Tensor:
         """For every column, about which share of its energy a typical support cannot explain: the mean over some rows."""
+        some = min(_TYPICAL, -(-len(self.kept) // _ENOUGH_ROWS))
         total = torch.zeros(self.gram.shape[0], dtype=torch.float64, device=self.gram.device)
-        picked = torch.linspace(0, len(self.kept) - 1, min(rows, len(self.kept))).long()
+        picked = torch.linspace(0, len(self.kept) - 1, some).long()
         for row in self.kept[picked.to(self.kept.device)]:
             total += linalg.unexplained(self.gram, row.nonzero().squeeze(1)).log()
         return (total / max(1, len(picked))).exp().to(self.gram)
@@ -164,5 +180,9 @@ class _Rows:
 
 def _eliminated(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor) -> linalg.Eliminated:
     """Take the listed columns of every row out of its least-squares problem, for the pool's columns to decide."""
-    cross = torch.cat([restrict(gram, index, pool), linear.gather(1, index).unsqueeze(2)], dim=2) * real.unsqueeze(2)
-    return linalg.Eliminated.from_blocks(blocks(gram, index, real), cross)
+    last = pool[:, :1]  # a line to be overwritten
+    lines = restrict(gram, torch.cat([index, pool, last], dim=1), index)
+    lines[:, -1] = linear.gather(1, index)
+    apart(lines, real)
+    # float32 can lose a nearly singular block that float64 holds
+    return linalg.Eliminated.from_lines(lines) or _eliminated(gram.double(), linear.double(), index, real, pool)

@@ -15,10 +15,11 @@ from lobs.solution import Solution
 # Below this independence float32 would lose the third digit of a loss; work then goes on in float64.
 _FLOAT32_SAFE = 1e-4
 # From this many multiply-adds on, weights come from conjugate gradients instead of one Cholesky a row: from where they start
-# near, and from where they do not.
-_FEW, _MANY = 1e7, 2e10
-# Share of the right-hand side that a float32 solution's gradient may have.
-_ROUNDING = 1e-3
+# near, and from where they do not. Below the first, processes do not share the rows either.
+_FEW, _MANY = 1e6, 2e10
+# Share of the right-hand side that the gradient of weights may have: best but for float32's last digits, which cost less than a
+# millionth of the error, and so near that a few steps in float64 take off what float32 left.
+_BEST, _ROUNDING = 1e-5, 1e-3
 
 
 def single_precision(metric: Metric, weight: Tensor) -> bool:
@@ -62,19 +63,22 @@ def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> T
     """One group's weights; rows are independent, but how they are solved is decided for all of them."""
     work = float(kept.sum(dim=1, dtype=torch.float64).pow(3).sum()) / 6
     together, rows = crew(), len(kept)
-    if work <= _FEW:
-        return least_squares(gram, weight, kept)
-    if together.size > 1:
+    shared = together.size > 1 and work > _FEW
+    if shared:
         mine = together.shared_rows(rows).to(kept.device)
         weight, kept, near = weight[mine], kept[mine], None if near is None else near[mine]
     solved = _solved_rows(gram, weight, kept, near, work)
-    return solved if together.size == 1 else together.gathered_rows([solved], rows)[0]
+    return together.gathered_rows([solved], rows)[0] if shared else solved
 
 
 def _solved_rows(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None, work: float) -> Tensor:
-    if near is not None and all(crew().hear(_settled(gram, weight, kept, near.to(gram)))):
-        # What is left of the gradient is float32's own rounding; a few steps in float64 take it off.
-        return linalg.conjugate_gradients(gram, weight, kept, near.to(gram), steps=5, tolerance=1e-2)
+    if near is not None and work > _FEW:
+        near = torch.where(kept, near.to(gram), 0.0)
+        slope = max(crew().hear(_slope(gram, weight, kept, near)))
+        if slope <= _BEST:
+            return near
+        if slope <= _ROUNDING:
+            return linalg.conjugate_gradients(gram, weight, kept, near, steps=5, tolerance=1e-2)
     if work < _MANY:
         return least_squares(gram, weight, kept)
     start = (weight if near is None else near).float()
@@ -82,11 +86,11 @@ def _solved_rows(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None
     return linalg.conjugate_gradients(gram, weight, kept, close.to(gram), steps=6)
 
 
-def _settled(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor) -> bool:
-    """Are these the best weights on their support but for rounding? Then their gradient vanishes against what it answers to."""
-    wanted = weight @ gram
-    left = torch.where(kept, wanted - torch.where(kept, near, 0.0) @ gram, 0.0).square().sum(dim=1)
-    return bool((left <= _ROUNDING**2 * torch.where(kept, wanted, 0.0).square().sum(dim=1)).all())
+def _slope(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor) -> float:
+    """How much of what it answers to a row's gradient on its support is, at most; next to nothing at the best weights."""
+    left = torch.where(kept, (weight - near) @ gram, 0.0).square().sum(dim=1)
+    wanted = torch.where(kept, weight.float() @ gram.float(), 0.0).square().sum(dim=1)
+    return float((left / wanted.clamp_min(torch.finfo(wanted.dtype).tiny)).max().sqrt()) if len(left) else 0.0
 
 
 def least_squares(gram: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
