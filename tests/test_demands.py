@@ -7,6 +7,7 @@ from torch import nn
 
 import lobs
 from lobs import Block, Budget, NByM, Sparsity
+from lobs.journal import weights_hash
 from lobs.targets import removable
 
 
@@ -81,6 +82,21 @@ class Stateful(nn.Sequential):
 def test_state_that_is_no_tensor_is_no_obstacle():
     model, x = Stateful(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), [torch.randn(64, 8)]
     assert lobs.prune(model, x, 0.5, progress=False).kept == 33 and lobs.prune(model, x, Budget(bytes=200), progress=False).kept
+
+
+def test_state_that_is_no_tensor_is_hashed_by_what_it_says(tmp_path):
+    class Vocabulary:
+        pass
+
+    model, x = Stateful(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), [torch.randn(64, 8)]
+    first, again = (lobs.prune(model, x, 0.5, progress=False, resume=tmp_path / "journal") for _ in range(2))
+    assert torch.equal(first.model[0].weight, again.model[0].weight)
+    said = {weights_hash(model)}
+    for words in ({"not": "another"}, {"not": Vocabulary()}):
+        model.get_extra_state = lambda words=words: words
+        assert weights_hash(model) == weights_hash(model)
+        said.add(weights_hash(model))
+    assert len(said) == 3
 
 
 def test_damping_is_a_number():

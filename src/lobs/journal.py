@@ -181,9 +181,9 @@ def fingerprint(model: nn.Module, batches: Iterable[Any], settings: Mapping[str,
 def weights_hash(model: nn.Module) -> str:
     """A fingerprint of a network's weights."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name}:".encode())
+        _feed(digest, value)
     return digest.hexdigest()
 
 
@@ -200,6 +200,8 @@ def _feed(digest: Any, value: Any) -> None:
             digest.update(f"{len(value)}:".encode())
             for item in value:
                 _feed(digest, item)
+        case _ if type(value).__repr__ is object.__repr__:  # which would tell where it lies in memory
+            digest.update(type(value).__qualname__.encode())
         case _:
             digest.update(repr(value).encode())
 
