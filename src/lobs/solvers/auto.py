@@ -33,7 +33,7 @@ _GROUP_SWAPS = 3  # times what the exact greedy takes on the same layer (`benchm
 # A support and its swaps may take about as many products of rows·d² as rivals take for theirs (`benchmarks.rivals`).
 _PRODUCTS = 70
 # What one round of swaps wins is worth more than that time, but very wide layers that keep much cannot have one at all.
-_FEWEST = 1 / 8
+_FEWEST = 1 / 12
 # Where swaps take what time there is, they also make good what a quicker start leaves.
 _HASTY = ADMM(penalty=0.06, growth=2.3, penalties=4, steps=6)
 

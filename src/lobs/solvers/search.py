@@ -23,7 +23,8 @@ from lobs.solvers.support import single_precision, stacked
 _POOL = 128  # at most so many on either side; more finds little more
 _LEAST_POOL = 32
 _SHARE = 3  # times the root of what a row keeps: more find more, but what they cost grows faster
-_SEARCH = 3  # products that every element of a pool's cube takes as long as (`benchmarks.rivals --costs`)
+# What a round takes, in multiply-adds of a product that take as long: by those of the elimination, by a pool's cube, by row.
+_ELIMINATING, _SEARCHING, _ROW = 1.5, 3, 1e6
 _ENOUGH = 0.1  # moves a row below which another round is not worth its factorisations
 _BATCH_BYTES = 2**29  # of pools, and of factors where at least _TOGETHER rows' fit
 _TOGETHER = 64
@@ -74,7 +75,8 @@ def round_work(kept: float, free: int) -> float:
     """About how many multiply-adds of matrix products a round takes as long as, per row."""
     pool = pool_size(kept, free)
     fixed = max(0.0, kept - pool / 2)
-    return fixed**3 / 6 + fixed**2 * pool / 2 + fixed * pool**2 + _SEARCH * pool**3
+    eliminating = fixed**3 / 6 + fixed**2 * pool / 2 + fixed * pool**2
+    return _ELIMINATING * eliminating + _SEARCHING * pool**3 + _ROW
 
 
 class _Rows:
