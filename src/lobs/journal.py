@@ -200,7 +200,7 @@ def _feed(digest: Any, value: Any) -> None:
             digest.update(f"{len(value)}:".encode())
             for item in value:
                 _feed(digest, item)
-        case _ if type(value).__repr__ is object.__repr__:  # which would tell where it lies in memory
+        case _ if " at 0x" in repr(value):  # which would tell where it lies in memory
             digest.update(type(value).__qualname__.encode())
         case _:
             digest.update(repr(value).encode())

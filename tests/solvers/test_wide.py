@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs import ADMM, Auto, ErrorBudget, LobsError, Problem, Refine, Scored, solve
+from lobs import ADMM, Auto, ErrorBudget, LobsError, Problem, Refine, Scored, Sparsity, solve
 from lobs.solvers.admm import _sample
 from lobs.solvers.search import swap
 from lobs.solvers.support import least_squares, on_support
@@ -92,7 +92,8 @@ def test_auto_is_never_above_the_start_it_chose():
         for patience in (0.0, 1e9):
             auto = Auto(patience=patience)
             for fraction in (0.3, 0.6, 0.9):
-                assert solve(p, auto, fraction).error <= solve(p, auto.start(p), fraction).error * (1 + 1e-6)
+                first = auto.start(p, Sparsity(fraction).count(p.prunable))
+                assert solve(p, auto, fraction).error <= solve(p, first, fraction).error * (1 + 1e-6)
 
 
 def test_auto_keeps_an_error_budget():
@@ -114,3 +115,10 @@ def test_importance_moves_weights_to_rows_that_matter():
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(LobsError, match="penalty must be positive"):
         ADMM(**settings)
+
+
+def test_few_wide_rows_are_searched_too():
+    p = problem(rows=3, d=120)
+    first = Auto(patience=0.0).start(p, 180)
+    assert isinstance(first, ADMM)
+    assert solve(p, Auto(patience=0.0), 0.5).error < solve(p, first, 0.5).error

@@ -30,8 +30,9 @@ PRODUCT = 0.021
 _FACTOR = 0.030
 _BLOCKS = 0.25
 _GROUP_SWAPS = 3  # times what the exact greedy takes on the same layer (`benchmarks.patterns`)
-# A support and its swaps may take about as many products of rows·d² as rivals take for theirs (`benchmarks.rivals`).
-_PRODUCTS = 70
+# A support and its swaps may take about as long as rivals: a decomposition, so long per 10⁹ d³, and so many products of rows·d²
+# (`benchmarks.rivals`).
+_DECOMPOSITION, _PRODUCTS = 0.1, 60
 # What one round of swaps wins is worth more than that time, but very wide layers that keep much cannot have one at all.
 _FEWEST = 1 / 12
 # Where swaps take what time there is, they also make good what a quicker start leaves.
@@ -56,24 +57,25 @@ class Auto:
         match target:
             case NByM() | Block() | Structured():
                 return Exact()(problem, target)
-        first = self.start(problem)
         if not isinstance(target, Sparsity):
-            return Refine(first, seconds=self.seconds)(problem, target)
+            return Refine(self.start(problem), seconds=self.seconds)(problem, target)
         count = target.count(problem.prunable)
-        if isinstance(first, Columns):
-            return first(problem, target)
-        if isinstance(first, Exact):
-            return self._from_support(problem, first.path(problem).mask_at(count))
-        if _rounds(problem, problem.weight.numel() - count, first) < 1:
-            first = _HASTY
-        return self._from_support(problem, *first.support(problem, count), first)
+        match self.start(problem, count):
+            case Columns() as columns:
+                return columns(problem, target)
+            case Exact() as greedy:
+                return self._from_support(problem, greedy.path(problem).mask_at(count))
+            case ADMM() as first:
+                return self._from_support(problem, *first.support(problem, count), first)
 
-    def start(self, problem: Problem) -> Exact | ADMM | Columns:
-        """Which solver finds the first support."""
+    def start(self, problem: Problem, count: int = 0) -> Exact | ADMM | Columns:
+        """Which solver finds the first support when so many weights go."""
         greedy, directions = costs(problem)
         if greedy <= self.patience * directions:
             return Exact()
-        return ADMM() if memory.affords(ADMM.bytes(*problem.weight.shape[-2:])) else Columns()
+        if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
+            return Columns()
+        return ADMM() if _rounds(problem, problem.weight.numel() - count, ADMM()) >= 1 else _HASTY
 
     def _from_support(self, problem: Problem, mask: Tensor, near: Tensor | None = None, first: ADMM = _HASTY) -> Solution:
         """Swap at once: least squares on the first support would cost as much as a round of swaps."""
@@ -90,8 +92,9 @@ def _rounds(problem: Problem, kept: int, first: ADMM) -> float:
     pairs = zip(problem.metrics, problem.groups, strict=True)
     digits = 1 if all(single_precision(metric, weight) for metric, (weight, _) in pairs) else 2
     one = digits * PRODUCT * rows * round_work(kept / max(1, rows), d - problem.protected)
-    left = PRODUCT * _PRODUCTS * rows * d**2 - 1e9 * _directions(len(problem.groups), rows, d, first)
-    return left / max(one, 1.0)
+    groups = len(problem.groups)
+    theirs = _DECOMPOSITION * groups * d**3 + PRODUCT * _PRODUCTS * rows * d**2
+    return (theirs - 1e9 * _directions(groups, rows, d, first)) / max(one, 1.0)
 
 
 def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | None = None) -> float:
