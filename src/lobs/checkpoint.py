@@ -122,9 +122,7 @@ def _tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     state = model.state_dict() if isinstance(model, nn.Module) else model
     odd = [name for name, t in state.items() if not isinstance(t, Tensor)]
     if odd:
-        raise FileError(
-            f"'{odd[0]}' in the state dict is not a tensor; safetensors holds nothing else. Use torch.save on the network."
-        )
+        raise FileError(f"'{odd[0]}' in the state dict is not a tensor; safetensors holds nothing else. Keep it elsewhere.")
     return {name: t.detach().cpu().contiguous() for name, t in state.items()}
 
 

@@ -28,7 +28,7 @@ from lobs.errors import FileError, LobsError
 from lobs.files import atomic_write, make_folder
 
 _IDENTITY = "run.json"
-_METHOD = 2  # to be raised when the same settings lead to other numbers: what an older form left is not taken up
+_METHOD = 3  # to be raised when the same settings lead to other numbers: what an older form left is not taken up
 _LOCK = ".lock"
 # A pass over the data is saved in between when that takes less than this share of the time, and not more often than this.
 _SHARE, _SECONDS = 0.05, 30.0
@@ -162,8 +162,7 @@ def fingerprint(model: nn.Module, batches: Iterable[Any], settings: Mapping[str,
         for batch in batches:
             _feed(data, batch)
             count += 1
-    # Addresses in what an object says of itself change from process to process.
-    plain = {key: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for key, value in settings.items()}
+    plain = {key: _words(value) for key, value in settings.items()}
     parts = crew().hear([count, _short(data)])
     weights = {*crew().hear(weights_hash(model)[:16])}
     if len(weights) > 1:
@@ -193,6 +192,7 @@ def _feed(digest: Any, value: Any) -> None:
             digest.update(f"{value.dtype}:{tuple(value.shape)}".encode())
             digest.update(_bytes(value))
         case Mapping():
+            digest.update(f"{len(value)}:".encode())
             for key, item in value.items():
                 digest.update(f"{key}=".encode())
                 _feed(digest, item)
@@ -200,10 +200,13 @@ def _feed(digest: Any, value: Any) -> None:
             digest.update(f"{len(value)}:".encode())
             for item in value:
                 _feed(digest, item)
-        case _ if " at 0x" in repr(value):  # which would tell where it lies in memory
-            digest.update(type(value).__qualname__.encode())
         case _:
-            digest.update(repr(value).encode())
+            digest.update(_words(value).encode())
+
+
+def _words(value: object) -> str:
+    """What an object says of itself, but not where it lies, which changes from process to process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value))
 
 
 def _bytes(tensor: Tensor) -> Any:

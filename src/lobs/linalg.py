@@ -166,19 +166,21 @@ class Eliminated:
         """
         f = lines.shape[2]
         eye = torch.eye(_PANEL, dtype=lines.dtype, device=lines.device).expand(len(lines), -1, -1)
+        held = torch.ones(len(lines), dtype=torch.bool, device=lines.device)
         for low in range(0, f, _PANEL):
             high = min(low + _PANEL, f)
             panel, width = lines[:, low:, low:high], high - low
             if low:
                 panel.baddbmm_(lines[:, low:, :low], lines[:, low:high, :low].mT, alpha=-1)
             corner, info = torch.linalg.cholesky_ex(panel[:, :width])
-            if bool(info.any()):
-                if lines.dtype == torch.float64:
-                    raise ProblemError("a row's own part of a moment is not positive definite. Use more data, or damping.")
-                return None
+            held &= info == 0
             inverse = torch.linalg.solve_triangular(corner, eye[:, :width, :width], upper=False)
             panel[:, width:] = panel[:, width:] @ inverse.mT
             panel[:, :width] = corner
+        if not bool(held.all()):
+            if lines.dtype == torch.float64:
+                raise ProblemError("a row's own part of a moment is not positive definite. Use more data, or damping.")
+            return None
         return cls(lines[:, :f], lines[:, f:].mT)
 
     @property

@@ -122,3 +122,30 @@ def test_few_wide_rows_are_searched_too():
     first = Auto(patience=0.0).start(p, 180)
     assert isinstance(first, ADMM)
     assert solve(p, Auto(patience=0.0), 0.5).error < solve(p, first, 0.5).error
+
+
+@pytest.mark.parametrize(("rows", "d", "noise"), [(12, 150, 0.05), (6, 300, 0.02)])
+def test_the_law_holds_where_float32_sees_little_of_the_error(rows, d, noise):
+    base, mix = torch.randn(3000, d // 8, dtype=torch.float64), torch.randn(d // 8, d, dtype=torch.float64)
+    x = base @ mix / (d // 8) ** 0.5 + noise * torch.randn(3000, d, dtype=torch.float64)
+    p = Problem(torch.randn(rows, d), (x.mT @ x / 3000).float())
+    for fraction in (0.01, 0.05, 0.2, 0.5):
+        found, first = solve(p, Auto(patience=1e9), fraction), solve(p, "exact", fraction)
+        assert found.error <= first.error * (1 + 1e-6)
+        assert found.error <= on_support(p, found.mask).error * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "d"), [(20, 26), (64, 27), (100, 48)])
+def test_narrow_layers_are_searched_too(rows, d):
+    p = problem(rows=rows, d=d)
+    for fraction in (0.5, 0.9):
+        assert solve(p, "auto", fraction).error < 0.999 * solve(p, "exact", fraction).error
+
+
+@pytest.mark.parametrize("scale", [1e-26, 1.0, 1e19])
+def test_weights_that_are_not_best_are_solved_whatever_their_size(scale):
+    weight = torch.randn(100, 100)
+    p = Problem(scale * weight, make_moment(100).float())
+    mask = torch.rand(100, 100) < 0.5
+    bad = p.metrics[0].scaled(p.weight).unsqueeze(0)
+    assert on_support(p, mask, bad).error == pytest.approx(on_support(p, mask).error, rel=1e-5)

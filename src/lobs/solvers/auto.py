@@ -1,7 +1,8 @@
 """The solver to use when you do not want to choose one: the best start that is affordable, then swaps.
 
 The exact greedy costs rows·d³/3 multiply-adds, alternating directions about as many matrix products of rows·d² as they take
-steps; both end near each other in error, and swaps bring either below both. So the start is chosen by cost alone.
+steps; both end near each other in error, and swaps bring either below both. So the start is chosen by cost alone, and swaps go
+on for about as long as rivals take in all: where one round of them takes longer, the start is a quick one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lobs.solvers.lobs import LOBS, PRODUCTS
 from lobs.solvers.nbym import GREEDY_UP_TO, SWAPS_UP_TO
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
-from lobs.solvers.search import round_work, swap
+from lobs.solvers.search import pool_size, round_work, swap
 from lobs.solvers.support import on_support, single_precision
 from lobs.targets import Block, NByM, Sparsity, Structured, Target
 
@@ -35,6 +36,8 @@ _GROUP_SWAPS = 3  # times what the exact greedy takes on the same layer (`benchm
 _DECOMPOSITION, _PRODUCTS = 0.1, 60
 # What one round of swaps wins is worth more than that time, but very wide layers that keep much cannot have one at all.
 _FEWEST = 1 / 12
+# Below this share of a layer's energy float32 takes rounding for gains; then the start is solved too, and the better counts.
+_BLIND = 1e-5
 # Where swaps take what time there is, they also make good what a quicker start leaves.
 _HASTY = ADMM(penalty=0.06, growth=2.3, penalties=4, steps=6)
 
@@ -43,9 +46,9 @@ _HASTY = ADMM(penalty=0.06, growth=2.3, penalties=4, steps=6)
 class Auto:
     """Exact greedy where it costs no more than `patience` times alternating directions, these otherwise; then swaps.
 
-    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short. Where a limit of
-    memory leaves no room for either start, `Columns`. Patterns go to the solvers made for them, which weigh their costs
-    themselves.
+    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short. Very wide layers
+    that keep much go without swaps; where a limit of memory leaves no room for either start, `Columns`. Patterns go to the
+    solvers made for them, which weigh their costs themselves.
     """
 
     patience: float = 2.0
@@ -64,37 +67,41 @@ class Auto:
             case Columns() as columns:
                 return columns(problem, target)
             case Exact() as greedy:
-                return self._from_support(problem, greedy.path(problem).mask_at(count))
+                return self._from_support(problem, costs(problem)[0], greedy.path(problem).mask_at(count))
             case ADMM() as first:
-                return self._from_support(problem, *first.support(problem, count), first)
+                return self._from_support(problem, _directions(problem, first), *first.support(problem, count))
 
-    def start(self, problem: Problem, count: int = 0) -> Exact | ADMM | Columns:
-        """Which solver finds the first support when so many weights go."""
+    def start(self, problem: Problem, count: int | None = None) -> Exact | ADMM | Columns:
+        """Which solver finds the first support, when so many weights go if that is known."""
         greedy, directions = costs(problem)
         if greedy <= self.patience * directions:
             return Exact()
         if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
             return Columns()
-        return ADMM() if _rounds(problem, problem.weight.numel() - count, ADMM()) >= 1 else _HASTY
+        hasty = count is not None and _rounds(problem, problem.weight.numel() - count, directions) < 1
+        return _HASTY if hasty else ADMM()
 
-    def _from_support(self, problem: Problem, mask: Tensor, near: Tensor | None = None, first: ADMM = _HASTY) -> Solution:
+    def _from_support(self, problem: Problem, spent: float, mask: Tensor, near: Tensor | None = None) -> Solution:
         """Swap at once: least squares on the first support would cost as much as a round of swaps."""
-        rounds = _rounds(problem, int(mask.sum()), first)
-        if rounds < _FEWEST:
+        rounds = _rounds(problem, int(mask.sum()), spent)
+        free = mask.shape[-1] - problem.protected
+        if rounds < _FEWEST and pool_size(mask.shape[-1], free) < free:
             return on_support(problem, mask, near)
         turns = max(1, min(3, int(rounds)))
-        return on_support(problem, *swap(problem, mask, near, rounds=turns, seconds=self.seconds))
+        found = on_support(problem, *swap(problem, mask, near, rounds=turns, seconds=self.seconds))
+        if found.error > _BLIND * found.energy:
+            return found
+        return min(found, on_support(problem, mask), key=lambda solution: solution.error)
 
 
-def _rounds(problem: Problem, kept: int, first: ADMM) -> float:
+def _rounds(problem: Problem, kept: int, spent: float) -> float:
     """How many rounds of swaps there is time for after a first support, when rivals' time is all there is."""
     d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
     pairs = zip(problem.metrics, problem.groups, strict=True)
     digits = 1 if all(single_precision(metric, weight) for metric, (weight, _) in pairs) else 2
     one = digits * PRODUCT * rows * round_work(kept / max(1, rows), d - problem.protected)
-    groups = len(problem.groups)
-    theirs = _DECOMPOSITION * groups * d**3 + PRODUCT * _PRODUCTS * rows * d**2
-    return (theirs - 1e9 * _directions(groups, rows, d, first)) / max(one, 1.0)
+    theirs = _DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2
+    return (theirs - 1e9 * spent) / max(one, 1.0)
 
 
 def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | None = None) -> float:
@@ -132,8 +139,12 @@ def costs(problem: Problem) -> tuple[float, float]:
 
 def costs_of(groups: int, rows: int, d: int) -> tuple[float, float]:
     """The same for a shape: rows of all groups, and columns."""
-    return _EXACT * rows * d**3 / 3e9, _directions(groups, rows, d, ADMM())
+    return _EXACT * rows * d**3 / 3e9, _directions_of(groups, rows, d, ADMM())
 
 
-def _directions(groups: int, rows: int, d: int, admm: ADMM) -> float:
+def _directions(problem: Problem, admm: ADMM) -> float:
+    return _directions_of(len(problem.groups), problem.weight[..., 0].numel(), problem.weight.shape[-1], admm)
+
+
+def _directions_of(groups: int, rows: int, d: int, admm: ADMM) -> float:
     return admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2) / 1e9

@@ -74,7 +74,8 @@ def pool_size(kept: float, free: int) -> int:
 def round_work(kept: float, free: int) -> float:
     """About how many multiply-adds of matrix products a round takes as long as, per row."""
     pool = pool_size(kept, free)
-    fixed = max(0.0, kept - pool / 2)
+    inside = pool - min(pool / 2, max(0.0, free - kept))
+    fixed = max(0.0, kept - inside)
     eliminating = fixed**3 / 6 + fixed**2 * pool / 2 + fixed * pool**2
     return _ELIMINATING * eliminating + _SEARCHING * pool**3 + _ROW
 
@@ -182,9 +183,21 @@ class _Rows:
 
 def _eliminated(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor) -> linalg.Eliminated:
     """Take the listed columns of every row out of its least-squares problem, for the pool's columns to decide."""
+    lines = _lines(gram, linear, index, real, pool)
+    # float32 can lose a nearly singular block that float64 holds
+    return linalg.Eliminated.from_lines(lines) or _held(_lines(gram, linear, index, real, pool))
+
+
+def _held(lines: Tensor) -> linalg.Eliminated:
+    rest = linalg.Eliminated.from_lines(lines.double())
+    assert rest is not None  # float64 says so itself
+    return rest
+
+
+def _lines(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor) -> Tensor:
+    """Every row's moments of the listed columns with these, the pool's and what is wanted."""
     last = pool[:, :1]  # a line to be overwritten
     lines = restrict(gram, torch.cat([index, pool, last], dim=1), index)
     lines[:, -1] = linear.gather(1, index)
     apart(lines, real)
-    # float32 can lose a nearly singular block that float64 holds
-    return linalg.Eliminated.from_lines(lines) or _eliminated(gram.double(), linear.double(), index, real, pool)
+    return lines

@@ -14,11 +14,10 @@ from lobs.solution import Solution
 
 # Below this independence float32 would lose the third digit of a loss; work then goes on in float64.
 _FLOAT32_SAFE = 1e-4
-# From this many multiply-adds on, weights come from conjugate gradients instead of one Cholesky a row: from where they start
-# near, and from where they do not. Below the first, processes do not share the rows either.
-_FEW, _MANY = 1e6, 2e10
-# Share of the right-hand side that the gradient of weights may have: best but for float32's last digits, which cost less than a
-# millionth of the error, and so near that a few steps in float64 take off what float32 left.
+# Multiply-adds of one Cholesky a row from which weights that are best already are left alone and processes share the rows; from
+# which conjugate gradients are preferred where they start near, and where they do not.
+_FEW, _SOME, _MANY = 1e6, 1e8, 2e10
+# Share of the error that float32's digits may cost, at most: nothing to speak of, and what a few steps in float64 take off.
 _BEST, _ROUNDING = 1e-5, 1e-3
 
 
@@ -43,9 +42,10 @@ def stacked(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tenso
 
 
 def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
-    """The best weights on a given support, in float64: one Cholesky a row, or conjugate gradients where that is dear.
+    """The best weights on a given support: one Cholesky a row in float64, or conjugate gradients where that is dear.
 
-    `near`, (groups, rows, d) in equilibrated units, is where the latter start. Several processes share the rows.
+    `near`, (groups, rows, d) in equilibrated units, is where the latter start, and where they end if it is best already but
+    for float32's last digits. Several processes share the rows.
     """
     if crew().size > 1:  # another kind of processor may have chosen otherwise where two weights are as good
         mask = mask.clone(memory_format=torch.contiguous_format)
@@ -53,13 +53,13 @@ def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> So
     shape = (len(problem.metrics), *problem.weight.shape[-2:])
     parts = []
     for g, (metric, (weight, _), kept) in enumerate(zip(problem.metrics, problem.groups, mask.view(shape), strict=True)):
-        solved = _solve(metric.gram, metric.scaled(weight), kept, None if near is None else near[g])
+        solved = _solve(metric, metric.scaled(weight), kept, None if near is None else near[g])
         parts.append(metric.unscaled(solved, weight, kept))
     weight = torch.stack(parts).view(problem.weight.shape)
     return finish(problem, weight, mask, damping=max(m.damping for m in problem.metrics))
 
 
-def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> Tensor:
+def _solve(metric: Metric, weight: Tensor, kept: Tensor, near: Tensor | None) -> Tensor:
     """One group's weights; rows are independent, but how they are solved is decided for all of them."""
     work = float(kept.sum(dim=1, dtype=torch.float64).pow(3).sum()) / 6
     together, rows = crew(), len(kept)
@@ -67,17 +67,17 @@ def _solve(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None) -> T
     if shared:
         mine = together.shared_rows(rows).to(kept.device)
         weight, kept, near = weight[mine], kept[mine], None if near is None else near[mine]
-    solved = _solved_rows(gram, weight, kept, near, work)
+    solved = _solved_rows(metric.gram, weight, kept, near, work, metric.independence)
     return together.gathered_rows([solved], rows)[0] if shared else solved
 
 
-def _solved_rows(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None, work: float) -> Tensor:
+def _solved_rows(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None, work: float, independence: float) -> Tensor:
     if near is not None and work > _FEW:
         near = torch.where(kept, near.to(gram), 0.0)
-        slope = max(crew().hear(_slope(gram, weight, kept, near)))
-        if slope <= _BEST:
+        excess = _excess(gram, weight, kept, near, independence)
+        if excess <= _BEST:
             return near
-        if slope <= _ROUNDING:
+        if excess <= _ROUNDING and work > _SOME:
             return linalg.conjugate_gradients(gram, weight, kept, near, steps=5, tolerance=1e-2)
     if work < _MANY:
         return least_squares(gram, weight, kept)
@@ -86,11 +86,16 @@ def _solved_rows(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor | None
     return linalg.conjugate_gradients(gram, weight, kept, close.to(gram), steps=6)
 
 
-def _slope(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor) -> float:
-    """How much of what it answers to a row's gradient on its support is, at most; next to nothing at the best weights."""
-    left = torch.where(kept, (weight - near) @ gram, 0.0).square().sum(dim=1)
-    wanted = torch.where(kept, weight.float() @ gram.float(), 0.0).square().sum(dim=1)
-    return float((left / wanted.clamp_min(torch.finfo(wanted.dtype).tiny)).max().sqrt()) if len(left) else 0.0
+def _excess(gram: Tensor, weight: Tensor, kept: Tensor, near: Tensor, independence: float) -> float:
+    """By which share the error may be above the least on this support: gᵀ(G_SS)⁻¹g over it, g being half the gradient.
+
+    All rows of all processes together. (G_SS)⁻¹ is taken for the largest that any column's own part of G⁻¹ is.
+    """
+    change = weight - near
+    pull = change @ gram
+    slope, error = torch.where(kept, pull, 0.0).square().sum(), (pull * change).sum()
+    slopes, errors = zip(*crew().hear([float(slope), float(error)]), strict=True)
+    return float(sum(slopes) / max(independence * sum(errors), torch.finfo(torch.float64).tiny))
 
 
 def least_squares(gram: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
