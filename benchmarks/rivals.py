@@ -1,7 +1,7 @@
 """Same Ψ, same weights, same count: `auto` against ADMM with conjugate gradients and the shared-column-order sweep.
 
 python -m benchmarks.rivals [--sparsity 0.5 0.7 0.9 0.95] [--layers DIR] [--start 0.1 0.03] [--repeat 3]
-python -m benchmarks.rivals --costs [--layers DIR]    is the start that `auto` chooses the cheaper one?
+python -m benchmarks.rivals --costs [--layers DIR]    is the start that `auto` chooses the cheaper one? What does a round take?
 
 Layers: all of LeNet-300-100 and LeNet-5, and every DIR/*.safetensors with tensors `weight` (rows, d) and `moment` (d, d)
 (`python -m benchmarks.layer_files` writes them for ResNet-50). ADMM is run from each of the given first penalties (0.1 is the
@@ -29,7 +29,8 @@ from benchmarks.layer_files import read
 from lobs import ADMM, Auto, Exact, NumericalWarning, Problem, Solution, collect, solve, zoo
 from lobs.data import mnist
 from lobs.layers import find_layers
-from lobs.solvers.auto import costs
+from lobs.solvers.auto import PRODUCT, costs
+from lobs.solvers.search import round_work, swap
 
 
 def problems(folder: Path | None) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
@@ -89,9 +90,9 @@ def _sweep(weight: Tensor, moment: Tensor, sparsity: float, protected: int) -> T
 
 
 def check_costs(folder: Path | None) -> None:
-    """Seconds of both starts beside what the cost model says."""
-    print("| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | chosen | cheaper by the rule |")
-    print("|---|---|---|---|---|---|---|---|")
+    """Seconds of both starts, and of a round of swaps at 50 and 90 %, beside what the cost model says."""
+    print("| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | chosen | by the rule | round, s | predicted |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for name, weight, moment, bias in problems(folder):
         problem = Problem(weight, moment, bias_column=bias, name=name)
         problem.metrics  # noqa: B018 - both need it
@@ -100,13 +101,24 @@ def check_costs(folder: Path | None) -> None:
             continue
         _, exact = timed(lambda p=problem: Exact().path(p), 1)  # type: ignore[misc]
         _, admms = timed(lambda p=problem: ADMM().support(p, p.prunable // 2), 2)  # type: ignore[misc]
+        rounds = [_round(problem, sparsity) for sparsity in (0.5, 0.9)]
         auto = Auto()
         right = "exact" if exact <= auto.patience * admms else "ADMM"
         print(
             f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {exact:.3f} | {greedy:.3f} | {admms:.3f} | {directions:.3f} "
-            f"| {type(auto.start(problem)).__name__} | {right} |",
+            f"| {type(auto.start(problem)).__name__} | {right} "
+            f"| {' / '.join(f'{took:.3f}' for took, _ in rounds)} | {' / '.join(f'{guess:.3f}' for _, guess in rounds)} |",
             flush=True,
         )
+
+
+def _round(problem: Problem, sparsity: float) -> tuple[float, float]:
+    """Seconds that one round of swaps takes, and that it is expected to."""
+    first = ADMM().support(problem, round(sparsity * problem.prunable))
+    _, seconds = timed(lambda: swap(problem, *first, rounds=1), 2)
+    rows = len(problem.weight)
+    work = rows * round_work(int(first[0].sum()) / rows, problem.weight.shape[1] - problem.protected)
+    return seconds, PRODUCT * work / 1e9
 
 
 def main() -> None:

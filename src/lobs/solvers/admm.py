@@ -1,4 +1,4 @@
-"""Alternating directions with a hard count: a good support for the price of some thirty matrix products.
+"""Alternating directions with a hard count: a good support for the price of 36 matrix products.
 
 min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, V with so many zeros: X = (WG + ρ(V−U))(G + ρI)⁻¹, V = the largest of X + U, U ← X
 + U − V, with a penalty ρ that grows until the support stands still (the idea of ALPS, Meng et al. 2024). We take few values

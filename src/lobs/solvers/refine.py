@@ -21,7 +21,7 @@ class Refine:
     """The inner solver's support made better, with the best weights on it; never worse than the inner solver.
 
     With `swaps` weights are exchanged, one in and one out, until no exchange helps, `rounds` are done or `seconds` are over
-    (`solvers.search`); then one Cholesky solve of |support|³/3 flops a row. Without, only the weights move, and no row gets
+    (`solvers.search`); then least squares on the support. Without, only the weights move, and no row gets
     worse. By ε the inner solver meets the budget first, so the refined error is smaller than asked.
     """
 
