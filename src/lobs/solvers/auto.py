@@ -38,8 +38,9 @@ _DECOMPOSITION, _PRODUCTS = 0.1, 60
 _FEWEST = 1 / 12
 # Below this share of a layer's energy float32 takes rounding for gains; then the start is solved too, and the better counts.
 _BLIND = 1e-5
-# Where swaps take what time there is, they also make good what a quicker start leaves.
-_HASTY = ADMM(penalty=0.06, growth=2.3, penalties=4, steps=6)
+# Where swaps take what time there is, they also make good what a quicker start leaves; but not where a round takes so many
+# times as long as a start that saving on that is no use.
+_HASTY, _LONG = ADMM(penalty=0.06, growth=2.3, penalties=4, steps=6), 1.25
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,10 @@ class Auto:
             return Exact()
         if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
             return Columns()
-        hasty = count is not None and _rounds(problem, problem.weight.numel() - count, directions) < 1
+        if count is None:
+            return ADMM()
+        kept = problem.weight.numel() - count
+        hasty = _rounds(problem, kept, directions) < 1 and _round(problem, kept) < _LONG * directions
         return _HASTY if hasty else ADMM()
 
     def _from_support(self, problem: Problem, spent: float, mask: Tensor, near: Tensor | None = None) -> Solution:
@@ -97,11 +101,16 @@ class Auto:
 def _rounds(problem: Problem, kept: int, spent: float) -> float:
     """How many rounds of swaps there is time for after a first support, when rivals' time is all there is."""
     d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
+    theirs = _DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2
+    return (theirs / 1e9 - spent) / max(_round(problem, kept), 1e-9)
+
+
+def _round(problem: Problem, kept: int) -> float:
+    """About how many seconds one round of swaps takes."""
+    d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
     pairs = zip(problem.metrics, problem.groups, strict=True)
     digits = 1 if all(single_precision(metric, weight) for metric, (weight, _) in pairs) else 2
-    one = digits * PRODUCT * rows * round_work(kept / max(1, rows), d - problem.protected)
-    theirs = _DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2
-    return (theirs - 1e9 * spent) / max(one, 1.0)
+    return digits * PRODUCT * rows * round_work(kept / max(1, rows), d - problem.protected) / 1e9
 
 
 def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | None = None) -> float:
