@@ -34,6 +34,8 @@ _GROUP_SWAPS = 3  # times what the exact greedy takes on the same layer (`benchm
 # A support and its swaps may take about as long as rivals: a decomposition, so long per 10⁹ d³, and so many products of rows·d²
 # (`benchmarks.rivals`).
 _DECOMPOSITION, _PRODUCTS = 0.1, 60
+# More rounds find next to nothing; and rounds of so few seconds are not counted.
+_MOST, _SOON = 3, 0.02
 # What one round of swaps wins is worth more than that time, but very wide layers that keep much cannot have one at all.
 _FEWEST = 1 / 12
 # Below this share of a layer's energy float32 takes rounding for gains; then the start is solved too, and the better counts.
@@ -91,7 +93,7 @@ class Auto:
         free = mask.shape[-1] - problem.protected
         if rounds < _FEWEST and pool_size(mask.shape[-1], free) < free:
             return on_support(problem, mask, near)
-        turns = max(1, min(3, int(rounds)))
+        turns = max(1, min(_MOST, int(rounds)))
         found = on_support(problem, *swap(problem, mask, near, rounds=turns, seconds=self.seconds))
         if found.error > _BLIND * found.energy:
             return found
@@ -102,7 +104,8 @@ def _rounds(problem: Problem, kept: int, spent: float) -> float:
     """How many rounds of swaps there is time for after a first support, when rivals' time is all there is."""
     d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
     theirs = _DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2
-    return (theirs / 1e9 - spent) / max(_round(problem, kept), 1e-9)
+    one = _round(problem, kept)
+    return _MOST if one <= _SOON else (theirs / 1e9 - spent) / one
 
 
 def _round(problem: Problem, kept: int) -> float:
