@@ -58,3 +58,14 @@ def test_what_float32_cannot_eliminate_is_left_to_float64():
     assert linalg.Eliminated.from_lines(lines.clone()) is None
     with pytest.raises(ProblemError, match="damping"):
         linalg.Eliminated.from_lines(lines.double())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25, 0.0])
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.float64])
+def test_sums_of_squares_are_those_of_float64_whatever_the_scale(kind, scale):
+    x = (scale * torch.randn(7, 3, 9_999, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).to(kind)
+    x = x if bool(torch.isfinite(x).all()) else x.clamp(-100, 100)
+    exact = x.double().square()
+    assert linalg.energy(x) == pytest.approx(float(exact.sum()), rel=1e-6)
+    torch.testing.assert_close(linalg.squares(x[0]), exact[0].sum(dim=1), rtol=1e-6, atol=0)
+    assert linalg.energy(x[0, 0, :0]) == 0

@@ -121,6 +121,20 @@ def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
     torch.testing.assert_close(problem.weight[0], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_how_far_two_streams_are_apart_is_the_same_whether_weighed_at_once_or_in_the_end():
+    torch.manual_seed(0)
+    narrow, wide = (find_layers(nn.Conv2d(6, rows, 3, padding=1, groups=2, bias=False))[0] for rows in (4, 60))
+    wide.module.weight.data[:2], wide.module.weight.data[30:32] = narrow.module.weight.data[:2], narrow.module.weight.data[2:]
+    x, x_hat = torch.randn(2, 5, 6, 7, 7)
+    found = []
+    for layer in (narrow, wide):
+        moments = streams.PairedMoments(layer)
+        moments.add(layer, x, x_hat)
+        found.append(moments.missed(layer.matrix()))
+        assert moments._weighed == (layer is narrow)
+    torch.testing.assert_close(found[0], found[1][:, :2], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [Residual, Branching])
 def test_recorded_errors_are_the_distances_of_the_running_layers(kind):
     model = kind()

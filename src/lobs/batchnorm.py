@@ -12,19 +12,22 @@ behind it once more for its own measure of the same 5 %; after fifty layers noth
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lobs.calibrate import call, evaluating, length
+from lobs import linalg
+from lobs.calibrate import call
 from lobs.distributed import crew
-from lobs.progress import track
 
+# See `reestimate`.
+Compare: TypeAlias = Callable[[Callable[[Any], None] | None], float | None]
+_FEW = 32  # positions below which a channel's values are gathered from all samples
 _MOST = 4.0  # a variance that changed by more is that of a channel with next to nothing in it, on these data
 
 
@@ -54,17 +57,16 @@ def find_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return {name: m for name, m in norms.items() if m.running_mean is not None and m.running_var is not None}
 
 
-def reestimate(
-    model: nn.Module, dense: nn.Module, batches: Iterable[Any], measure: Callable[[], float | None]
-) -> BatchNormEffect | None:
+def reestimate(model: nn.Module, dense: nn.Module, compare: Compare) -> BatchNormEffect | None:
     """Re-estimate the statistics of all batch norms that pruning has reached; None where there is none.
 
-    They start as the dense network's. `measure` says how far the output is from its; should that grow, they are that again.
+    They start as the dense network's. `compare` runs the dense and then the pruned network on every batch, calls what it is
+    given with the batch, and says in the end how far the output is from the dense one's; should that grow, the statistics are
+    again what they were.
     """
     norms, theirs = find_norms(model), find_norms(dense)
     if not norms:
         return None
-    before = measure()
     dense_sums = {name: _Sums(_mean(norm)) for name, norm in theirs.items()}
     sums = {name: _Sums(_mean(norm)) for name, norm in norms.items()}
 
@@ -80,20 +82,16 @@ def reestimate(
         calls = dense_calls[name]
         _move(norms[name], theirs[name], calls.pop(0) if calls else dense_sums[name], sums[name])
 
-    with (
-        crew().agree(),
-        evaluating(dense),
-        evaluating(model),
-        _watching(theirs, note),
-        _watching(norms, follow),
-        track("batch norm", length(batches)) as advance,
-    ):
-        for batch in batches:
-            for calls in dense_calls.values():
-                calls.clear()
-            call(dense, batch)
+    def once_more(batch: Any) -> None:
+        """The pruned network again, every norm with what it has seen so far."""
+        with _watching(norms, follow):
             call(model, batch)
-            advance(1)
+        borrow_statistics(model, dense)
+        for calls in dense_calls.values():
+            calls.clear()
+
+    with _watching(theirs, note):
+        before = compare(once_more)
     for name, norm in norms.items():
         dense_sums[name].join()
         sums[name].join()
@@ -101,7 +99,7 @@ def reestimate(
     moved = [name for name, norm in norms.items() if not _same(norm, theirs[name])]
     if not moved:
         return None
-    after = measure()
+    after = compare(None)
     changed = before is None or after is None or after < before
     if not changed:
         borrow_statistics(model, dense)
@@ -150,14 +148,16 @@ class _Sums:
     """n, Σx and Σx² by channel, in float64 about a first guess of the mean, so that large means cost no digits."""
 
     def __init__(self, guess: Tensor) -> None:
-        self.guess = guess.to(torch.float64).clone()
+        self.guess = guess.to(torch.float32).to(torch.float64)  # the nearest that is the same in either
         self.n, self.first, self.second = 0, torch.zeros_like(self.guess), torch.zeros_like(self.guess)
 
     def add(self, x: Tensor) -> None:
-        by_channel = x.detach().transpose(0, 1).flatten(1).to(torch.float64) - self.guess.unsqueeze(1)
-        self.n += by_channel.shape[1]
-        self.first += by_channel.sum(dim=1)
-        self.second += by_channel.square().sum(dim=1)
+        for lines in _by_channel(x.detach()):
+            kind = torch.promote_types(lines.dtype, torch.float32)
+            about = lines.to(kind) - self.guess.to(kind).unsqueeze(1)
+            self.n += about.shape[1]
+            self.first += about.sum(dim=1, dtype=torch.float64)
+            self.second += linalg.squares(about)
 
     def join(self) -> None:
         """Add up what all processes of the crew have seen; their guesses are the same, the network being so."""
@@ -171,6 +171,15 @@ class _Sums:
     @property
     def variance(self) -> Tensor:
         return (self.second - self.first.square() / self.n).clamp_min(0.0) / (self.n - 1)
+
+
+def _by_channel(x: Tensor) -> Iterator[Tensor]:
+    """Values as (channels, n): sample by sample, which stays in the cache, unless there is next to nothing in one."""
+    if x.dim() < 3 or x.shape[2:].numel() < _FEW:
+        yield x.transpose(0, 1).flatten(1)
+        return
+    for sample in x:
+        yield sample.flatten(1)
 
 
 @contextmanager

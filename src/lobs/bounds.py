@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs import chain, ledger
+from lobs import chain, ledger, linalg
 from lobs.batches import guarded
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
 from lobs.distributed import crew
@@ -143,8 +143,9 @@ def distances(
     batches: Iterable[Any],
     layers: Sequence[tuple[Layer, Layer]],
     expected: int | None = None,
+    each: Callable[[Any], None] | None = None,
 ) -> Distances:
-    """Run two networks on the same data and compare.
+    """Run two networks on the same data and compare. What else is to be done with a batch, `each` does after them.
 
     `output` is None if they do not return a tensor, or if the data yields other than the expected number of samples, as an
     iterable does that can be read only once.
@@ -158,9 +159,10 @@ def distances(
         kept.setdefault(name, []).append(z.detach().clone())  # a step after the layer may work in place on what it gave
 
     def compare(name: str, z_hat: Tensor) -> None:
-        z = kept[name].pop(0).to(torch.float64)
-        sums[name][0] += float((z_hat.detach().to(torch.float64) - z).square().sum())
-        sums[name][1] += float(z.square().sum())
+        z = kept[name].pop(0)
+        kind = torch.promote_types(z.dtype, torch.float32)
+        sums[name][1] += linalg.energy(z)
+        sums[name][0] += linalg.energy(z.to(kind).sub_(z_hat.detach().to(kind)))
         elements[name] += z.numel()
 
     with crew().agree(), evaluating(model), evaluating(other), track("measure", length(batches)) as advance:
@@ -172,6 +174,8 @@ def distances(
             else:
                 total += float((first.to(torch.float64) - second.to(torch.float64)).square().sum())
             samples += batch_size(batch)
+            if each is not None:
+                each(batch)
             advance(1)
     total, several, *rest = crew().total(total, not single, samples, *(x for n in sums for x in (*sums[n], elements[n])))
     samples = round(rest.pop(0))

@@ -78,7 +78,7 @@ def collect(
         progress: draw a bar.
         journal: where to keep what the pass has reached, and to take it up again.
         key: what the journal calls it.
-        hollow: only count inputs and sum them; their moments stay empty.
+        hollow: only count inputs; their moments and means stay empty.
 
     A layer that no batch reaches, an empty iterable, and NaN or infinite activations are errors that say so. Inputs are
     moved to the device of the model's first parameter.
@@ -252,6 +252,9 @@ def _watching(layers: Sequence[Layer], moments: dict[str, Moments], hollow: bool
         def count(x: Tensor) -> None:
             if layer.name not in moments:
                 moments[layer.name] = Moments.of(layer, x.device, hollow=hollow)
+            if hollow:
+                moments[layer.name].note(x.detach(), layer.vectors(x))
+                return
             for piece in layer.patches(x.detach()):
                 moments[layer.name].add(piece)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lobs import memory
+from lobs.batchnorm import find_norms
 from lobs.calibrate import collect, length
 from lobs.distributed import crew
 from lobs.errors import LobsError
@@ -98,7 +99,7 @@ def forecast(
     its kind does.
     """
     sequential, moments = inputs != "dense", shared or inputs == "dense"
-    forward, products, work = _looked_at(model, batches, layers)
+    forward, products, paired, work = _looked_at(model, batches, layers)
     # Going back, the influence keeps what going forward drops.
     on_the_way = (3 if shared else 1) * work
     fixed = memory.resident() + network_bytes(model) + on_the_way
@@ -127,7 +128,9 @@ def forecast(
     )
     rounds = rounds if shared else 1
     looks = (looks or rounds) if shared else 0
-    stages = tuple(_stages(forward, products, solving, len(groups), sequential=sequential, looks=looks, rounds=rounds))
+    walk = 2 * forward + paired if sequential else 0.0
+    norms = bool(find_norms(model))
+    stages = tuple(_stages(forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms))
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
@@ -160,25 +163,28 @@ def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: boo
 def _stages(
     forward: float,
     products: float,
+    walk: float,
     solving: float,
     groups: int,
     *,
-    sequential: bool,
     looks: int,
     rounds: int,
+    norms: bool,
 ) -> Iterable[Stage]:
     yield Stage("count inputs", 1, forward)
     if groups:
         yield Stage("moments", groups, groups * forward + products)
     if looks:
         yield Stage("influence", looks, 3 * looks * forward)
-    walks = rounds * (2 * forward + 2 * products) if sequential else 0.0
-    yield Stage("prune", 2 * rounds if sequential else 0, walks + rounds * solving)
-    yield Stage("measure", 2, 2 * forward)
+    yield Stage("prune", 2 * rounds if walk else 0, rounds * (walk + solving))
+    if norms:  # both networks, the pruned one again with new statistics; then both with these
+        yield Stage("batch norm", 5 * rounds, 5 * rounds * forward)
+    else:
+        yield Stage("measure", 2, 2 * forward)
 
 
-def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> tuple[float, float, int]:
-    """Seconds of all batches forward and of the products of all layers' moments, and bytes that a batch takes on its way."""
+def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> tuple[float, float, float, int]:
+    """Seconds of all batches forward, and of the products of all moments in one network and in two; bytes on the way."""
     first = list(islice(batches, 1))  # a process without data looks on
     for _ in range(2):  # the first time also loads and compiles
         began = time.perf_counter()
@@ -187,8 +193,13 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
             seen = collect(model, first, layers, hollow=True)
         took = time.perf_counter() - began
     count = max(crew().hear(length(batches) or sum(1 for _ in batches)))
-    madds = sum(seen.count(layer.name) * layer.groups * (layer.columns + 1) ** 2 for layer in layers)
-    return count * took, count * madds * PRODUCT / 1e9, max(0, most[0] - before)
+    madds = paired = 0
+    for layer in layers:
+        vectors, d = seen.count(layer.name) * layer.groups, layer.columns + 1
+        madds += vectors * d**2
+        paired += vectors * d * (d + min(d, 2 * layer.rows))  # see `PairedMoments`
+    unit = count * PRODUCT / 1e9
+    return count * took, unit * madds, unit * paired, max(0, most[0] - before)
 
 
 @contextmanager

@@ -99,6 +99,7 @@ class Outcome:
     solutions: dict[str, Solution] = field(default_factory=dict)
     largest_errors: dict[str, float] = field(default_factory=dict)
     norms: BatchNormEffect | None = None
+    apart: bounds.Distances | None = None  # from the dense network, once measured
 
     def twins(self) -> dict[str, Layer]:
         """The layers of the pruned network by name."""
@@ -155,13 +156,22 @@ class Outcome:
         if saved is not None:
             self.norms = take_up(self.model, saved.state_dict, saved.record["effect"])
         elif any(solution.removed for solution in self.solutions.values()):
-            self.norms = reestimate(
-                self.model,
-                job.model,
-                job.batches,
-                lambda: bounds.deviation(job.model, self.model, job.batches, job.calibration.samples),
-            )
+            looks: list[bounds.Distances] = []
+
+            def compare(each: Callable[[Any], None] | None) -> float | None:
+                looks.append(self._distances(each))
+                return looks[-1].output
+
+            self.norms = reestimate(self.model, job.model, compare)
+            if looks:
+                self.apart = looks[-1] if self.norms is None or self.norms.changed else looks[0]
             job.journal.write(key, statistics_of(self.model), {"effect": self.norms and asdict(self.norms)})
+
+    def _distances(self, each: Callable[[Any], None] | None = None) -> bounds.Distances:
+        """How far this network is from the dense one, with asymmetric inputs at every layer."""
+        job, twins = self.job, self.twins()
+        pairs = [(layer, twins[layer.name]) for layer in job.layers] if job.inputs == "asymmetric" else []
+        return bounds.distances(job.model, self.model, job.batches, pairs, job.calibration.samples, each)
 
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
         """The bound beside what is measured.
@@ -170,6 +180,7 @@ class Outcome:
         here, after the fact: it holds what reached the layer as well as what the layer added or mended.
         """
         job = self.job
+        apart = self.apart or self._distances()
         if job.inputs != "asymmetric":
             return bounds.certificate(
                 job.model,
@@ -179,10 +190,8 @@ class Outcome:
                 batches=job.batches,
                 held_out=held_out,
                 dense_gains={name: job.dense(name) for name in job.calibration} if job.inputs == "pruned" else None,
+                measured=apart.output,
             )
-        twins = self.twins()
-        pairs = [(layer, twins[layer.name]) for layer in job.layers]
-        apart = bounds.distances(job.model, self.model, job.batches, pairs, job.calibration.samples)
         errors = {}
         for name, (error, energy, count) in apart.layers.items():
             relative = math.sqrt(error / energy) if energy else (math.inf if error else 0.0)

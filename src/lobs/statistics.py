@@ -52,15 +52,21 @@ class Moments:
         precise = patches.dtype == torch.float64 or patches.shape[-1] < _NARROW
         y = patches.to(torch.float64 if precise else torch.float32)
         outer = self._outer
-        if self.hollow:
-            pass
-        elif len(y) > 1 and y.shape[-1] < _SYMMETRIC_FROM:
+        if len(y) > 1 and y.shape[-1] < _SYMMETRIC_FROM:
             outer += _product(y, y)  # a depthwise convolution has a thousand groups of nine columns
         else:
             for g, vectors in enumerate(y):
                 _add_gram(outer[g], vectors)
         self._sum += y.sum(dim=1, dtype=torch.float64)
         self.count += y.shape[1]
+
+    def note(self, x: Tensor, vectors: int) -> None:
+        """Count vectors without looking into them, and notice whether all of the input they come from is finite."""
+        total = x.sum()
+        if not bool(torch.isfinite(total)):  # too much for the input's own type, perhaps
+            total = x.sum(dtype=torch.float64)
+        self._sum += 0.0 * total.to(self._sum)  # not a number any more, where that was infinite
+        self.count += vectors
 
     def packed(self) -> dict[str, Tensor]:
         """The sums as tensors; `unpacked` takes them up again to the bit."""
@@ -143,13 +149,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class PairedMoments:
     """Moments of one layer's inputs in two networks: Ĥ = E[ŷŷᵀ] of the pruned one, and D = E[(y − ŷ)ŷᵀ], how they differ.
 
-    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close. Where a second d×d matrix
-    would be too much, W D is summed instead, which is all that anybody wants of it.
+    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close. All that anybody wants of it
+    is W D, which is summed instead where that takes fewer products, or where a second d×d matrix would be too much.
     """
 
     def __init__(self, layer: Layer) -> None:
         self.pruned = Moments.of(layer, layer.weight.device)
-        lines = layer.rows if self.pruned.lean else layer.columns
+        self._weighed = self.pruned.lean or 2 * layer.rows < layer.columns
+        lines = layer.rows if self._weighed else layer.columns
         self._outer = self.pruned._whole.new_zeros(layer.groups, lines, layer.columns)
         self._sum = torch.zeros(layer.groups, lines, dtype=torch.float64, device=layer.weight.device)
 
@@ -164,13 +171,13 @@ class PairedMoments:
             for piece in layer.patches(x_hat):
                 self.pruned.add(piece)
             return
-        for dense, pruned in zip(layer.patches(x), layer.patches(x_hat), strict=True):
+        precise = x.dtype == torch.float64 or layer.columns < _NARROW
+        kind = torch.float64 if precise else torch.float32
+        weight = layer.unfolded(layer.weight.detach()).to(kind) if self._weighed else None
+        # Patches pick out of an input what they hold, so those of a difference are the differences of patches.
+        for apart, pruned in zip(layer.patches(x.to(kind) - x_hat.to(kind)), layer.patches(x_hat), strict=True):
             self.pruned.add(pruned)
-            precise = pruned.dtype == torch.float64 or pruned.shape[-1] < _NARROW
-            kind = torch.float64 if precise else torch.float32
-            away = dense.to(kind) - pruned.to(kind)
-            if self.pruned.lean:
-                away = away @ layer.unfolded(layer.weight.detach()).to(kind).mT
+            away = apart if weight is None else apart @ weight.mT
             product = away.mT @ pruned.to(kind)
             # Inputs of 1e±30 have products that float32 cannot hold.
             held = bool(torch.isfinite(product).all()) and bool(product.any())
@@ -186,7 +193,7 @@ class PairedMoments:
         """W D as (groups, rows, columns), with the constant-1 column last where there is a bias."""
         n = max(self.pruned.count, 1)
         outer, total = self._outer.to(torch.float64) / n, self._sum / n
-        if not self.pruned.lean:
+        if not self._weighed:
             w = weight.to(torch.float64)[..., : outer.shape[1]]  # the constant 1 is the same in both networks
             outer, total = w @ outer, (w @ total.unsqueeze(-1)).squeeze(-1)
         return torch.cat([outer, total.unsqueeze(-1)], dim=-1) if self.pruned.bias else outer

@@ -65,7 +65,9 @@ def whole_patches(layer, x):
 def test_a_convolution_is_linear_on_its_patches(case):
     module, x = case
     layer = as_layer("conv", module)
-    torch.testing.assert_close(layer.matrix() @ whole_patches(layer, x).mT, units_first(layer, module(x)))
+    patches = whole_patches(layer, x)
+    torch.testing.assert_close(layer.matrix() @ patches.mT, units_first(layer, module(x)))
+    assert layer.vectors(x) == patches.shape[1]
 
 
 @settings(max_examples=40, deadline=None)

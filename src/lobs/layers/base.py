@@ -87,6 +87,10 @@ class Layer(ABC):
         """Yield the input vectors of one call, as pieces of shape (groups, n, columns)."""
 
     @abstractmethod
+    def vectors(self, x: Tensor) -> int:
+        """How many vectors `patches` would yield for this input, in all pieces."""
+
+    @abstractmethod
     def by_unit(self, z: Tensor) -> Tensor:
         """Sum a tensor of the layer's output shape over samples and positions, giving (groups, rows)."""
 

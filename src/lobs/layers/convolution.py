@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.nn.modules.conv import _ConvNd
@@ -61,6 +62,12 @@ class WindowedLayer(Layer):
             for top in range(0, high, lines):
                 piece = by_group[b : b + images, :, :, top : top + lines]
                 yield piece.permute(order).reshape(g, -1, self.columns)
+
+    def vectors(self, x: Tensor) -> int:
+        """As many as there are windows, counted without making them."""
+        shape = torch.empty_like(x if x.dim() == self.dimensions + 2 else x.unsqueeze(0), device="meta")
+        windows = self.windows(shape)
+        return windows.shape[0] * windows.shape[2 : 2 + self.dimensions].numel()
 
     def by_unit(self, z: Tensor) -> Tensor:
         """Output units are the channels."""

@@ -46,6 +46,10 @@ class LinearLayer(Layer):
         for start in range(0, len(flat), piece):
             yield flat[start : start + piece].unsqueeze(0)
 
+    def vectors(self, x: Tensor) -> int:
+        """As many as there are rows."""
+        return x.numel() // max(1, self.columns)
+
     def by_unit(self, z: Tensor) -> Tensor:
         """Output units are the last dimension."""
         return z.reshape(-1, self.rows).sum(dim=0).unsqueeze(0)
