@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lobs
-from lobs.batchnorm import find_norms, reestimate
+from lobs.batchnorm import _Sums, find_norms, reestimate
 from lobs.bounds import deviation, distances
 from lobs.verify import verify_errors
 
@@ -109,6 +109,31 @@ def test_a_norm_that_is_called_twice_is_compared_call_by_call():
     assert reestimate(same, model, unmeasured(model, same, batches)) is None
     effect = prune(model, batches, 0.1).batch_norm
     assert effect is not None and effect.after < 1.1 * effect.before  # all calls at once: a thousand times worse
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e3, 1e5])
+@pytest.mark.parametrize("shape", [(600, 3), (64, 3, 5, 5), (9, 3, 200, 200)])
+def test_statistics_keep_their_digits_however_far_the_data_lie_from_the_running_mean(shape, mean):
+    x = mean + torch.randn(shape)
+    sums = _Sums(torch.zeros(3))
+    for piece in x.split(len(x) // 3):
+        sums.add(piece)
+    exact = x.double().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(sums.mean, exact.mean(1), rtol=1e-7, atol=1e-6)
+    torch.testing.assert_close(sums.variance, exact.var(1), rtol=1e-5, atol=0)
+
+
+def test_what_evaluate_does_to_a_network_is_in_the_certificate():
+    model = trained_like(network(), data()).train()
+
+    def forgets_eval_mode(net):
+        with torch.no_grad():
+            net(data()[0] + 1)
+        return 0.0
+
+    x = data()
+    found = lobs.prune(model, x, lobs.Budget(max_drop=0.5), evaluate=forgets_eval_mode, progress=False)
+    assert found.certificate.measured == pytest.approx(deviation(model, found.model, x), rel=1e-5)
 
 
 def test_a_channel_without_variance_and_a_norm_without_epsilon_stay_finite():

@@ -157,13 +157,19 @@ def test_empty_data_is_an_error():
         collect(nn.Linear(2, 2), iter([torch.empty(0, 2)]))
 
 
+@pytest.mark.parametrize("hollow", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_non_finite_activations_name_layer_and_batch(value):
+def test_non_finite_activations_name_layer_and_batch(value, hollow):
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
     bad = torch.ones(2, 3)
     bad[1, 1] = value
     with pytest.raises(LobsError, match="layer '0': NaN or infinite input in batch 1"):
-        collect(model, [torch.ones(2, 3), bad])
+        collect(model, [torch.ones(2, 3), bad], hollow=hollow)
+
+
+def test_inputs_that_only_their_sum_is_too_much_for_are_counted():
+    large = torch.full((4, 3), 3e38)
+    assert collect(nn.Sequential(nn.Linear(3, 2)), [large], hollow=True).count("0") == 4
 
 
 def test_constant_inputs_are_a_second_bias():

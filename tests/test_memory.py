@@ -233,6 +233,14 @@ def test_a_forecast_says_what_will_be_done_and_touches_nothing():
     assert ahead.as_dict()["passes"] == ahead.passes
 
 
+def test_a_forecast_knows_what_batch_norms_take_and_when_they_are_left_alone():
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    x = [torch.randn(30, 8)]
+    for told, last in ((True, ("batch norm", 10)), (False, ("measure", 2))):
+        stage = lobs.forecast(model, x, 0.5, batch_norm=told).stages[-1]
+        assert (stage.name, stage.passes) == last
+
+
 def test_moments_nobody_wants_are_never_summed(monkeypatch):
     def never(*_):
         raise AssertionError

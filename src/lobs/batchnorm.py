@@ -27,7 +27,7 @@ from lobs.distributed import crew
 
 # See `reestimate`.
 Compare: TypeAlias = Callable[[Callable[[Any], None] | None], float | None]
-_FEW = 32  # positions below which a channel's values are gathered from all samples
+_PIECE = 2**18  # values that are summed at a time, which stay in the cache
 _MOST = 4.0  # a variance that changed by more is that of a channel with next to nothing in it, on these data
 
 
@@ -145,19 +145,25 @@ def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
 
 
 class _Sums:
-    """n, Σx and Σx² by channel, in float64 about a first guess of the mean, so that large means cost no digits."""
+    """n, Σx and Σx² by channel, in float64 about a first guess of the mean, so that large means cost no digits.
+
+    Pieces of the data are summed in their own type, each about its own mean, wherever that is from the guess.
+    """
 
     def __init__(self, guess: Tensor) -> None:
-        self.guess = guess.to(torch.float32).to(torch.float64)  # the nearest that is the same in either
+        self.guess = guess.to(torch.float64).clone()
         self.n, self.first, self.second = 0, torch.zeros_like(self.guess), torch.zeros_like(self.guess)
 
     def add(self, x: Tensor) -> None:
-        for lines in _by_channel(x.detach()):
-            kind = torch.promote_types(lines.dtype, torch.float32)
-            about = lines.to(kind) - self.guess.to(kind).unsqueeze(1)
-            self.n += about.shape[1]
-            self.first += about.sum(dim=1, dtype=torch.float64)
-            self.second += linalg.squares(about)
+        kind = torch.promote_types(x.dtype, torch.float32)
+        for some in torch.split(x.detach(), max(1, _PIECE // max(1, x[:1].numel()))):
+            lines = some.transpose(0, 1).flatten(1).to(kind)
+            middle = lines.mean(dim=1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # which float32 may not hold
+            about, n = lines - middle, lines.shape[1]
+            shift, rest = middle.squeeze(1).to(torch.float64) - self.guess, about.sum(dim=1, dtype=torch.float64)
+            self.n += n
+            self.first += rest + n * shift
+            self.second += linalg.squares(about) + shift * (2 * rest + n * shift)
 
     def join(self) -> None:
         """Add up what all processes of the crew have seen; their guesses are the same, the network being so."""
@@ -171,15 +177,6 @@ class _Sums:
     @property
     def variance(self) -> Tensor:
         return (self.second - self.first.square() / self.n).clamp_min(0.0) / (self.n - 1)
-
-
-def _by_channel(x: Tensor) -> Iterator[Tensor]:
-    """Values as (channels, n): sample by sample, which stays in the cache, unless there is next to nothing in one."""
-    if x.dim() < 3 or x.shape[2:].numel() < _FEW:
-        yield x.transpose(0, 1).flatten(1)
-        return
-    for sample in x:
-        yield sample.flatten(1)
 
 
 @contextmanager

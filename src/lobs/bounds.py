@@ -49,7 +49,8 @@ def certify(
     for name, layer in before.items():
         problem = Problem(layer.matrix(), calibration[name].moment.to(layer.weight.device), name=f"layer '{name}'")
         largest[name] = problem.largest_error_of(after[name].matrix())
-    return certificate(dense, pruned, calibration, layer_errors(largest, calibration), batches=batches, held_out=held_out)
+    apart = distances(dense, pruned, batches, (), calibration.samples)
+    return certificate(dense, pruned, calibration, layer_errors(largest, calibration), apart, held_out=held_out)
 
 
 def layer_errors(largest: Mapping[str, float], calibration: Calibration) -> dict[str, float]:
@@ -65,11 +66,10 @@ def certificate(
     pruned: nn.Module,
     calibration: Calibration,
     errors: dict[str, float],
+    apart: Distances,
     *,
-    batches: Iterable[Any],
     held_out: Iterable[Any] | None,
     dense_gains: Mapping[str, Tensor] | None = None,
-    measured: float | None = None,
     absorbed: bool = False,
 ) -> Certificate:
     """Put the bound for known layer errors beside what is measured.
@@ -89,9 +89,7 @@ def certificate(
         found = ledger.compose(links)
     except chain.NotAChainError as error:
         found = ledger.refuse(str(error))
-    if measured is None:
-        measured = deviation(dense, pruned, batches, calibration.samples)
-    return replace(found, measured=measured, held_out=None if held_out is None else _held_out(dense, pruned, held_out))
+    return replace(found, measured=apart.output, held_out=None if held_out is None else _held_out(dense, pruned, held_out))
 
 
 def _held_out(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> float | None:
@@ -165,7 +163,8 @@ def distances(
         sums[name][0] += linalg.energy(z.to(kind).sub_(z_hat.detach().to(kind)))
         elements[name] += z.numel()
 
-    with crew().agree(), evaluating(model), evaluating(other), track("measure", length(batches)) as advance:
+    label = "measure" if each is None else "batch norm"
+    with crew().agree(), evaluating(model), evaluating(other), track(label, length(batches)) as advance:
         for batch in batches:
             first = _run(model, batch, [(before, keep) for before, _ in layers])
             second = _run(other, batch, [(after, compare) for _, after in layers])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from threading import Event, Thread
 from typing import Any
@@ -19,11 +20,12 @@ from lobs.calibrate import collect, length
 from lobs.distributed import crew
 from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
-from lobs.layers import Layer
+from lobs.layers import Handle, Layer
 from lobs.memory import spelled
 from lobs.problem import Solver
 from lobs.solvers import ADMM, LOBS, Auto, Columns
 from lobs.solvers.auto import PRODUCT, seconds_of
+from lobs.statistics import weighed
 from lobs.targets import Target, for_layer
 
 _ROWS = 2**28  # bytes for the rows that are worked on together
@@ -92,6 +94,7 @@ def forecast(
     target: Target,
     looks: int | None = None,
     damped: bool = False,
+    batch_norm: bool = True,
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
 
@@ -129,7 +132,7 @@ def forecast(
     rounds = rounds if shared else 1
     looks = (looks or rounds) if shared else 0
     walk = 2 * forward + paired if sequential else 0.0
-    norms = bool(find_norms(model))
+    norms = batch_norm and bool(find_norms(model))
     stages = tuple(_stages(forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms))
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
@@ -190,16 +193,34 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
         began = time.perf_counter()
         with _watched() as most:
             before = memory.resident()
-            seen = collect(model, first, layers, hollow=True)
+            with _cutting(layers):
+                seen = collect(model, first, layers, hollow=True)
         took = time.perf_counter() - began
     count = max(crew().hear(length(batches) or sum(1 for _ in batches)))
     madds = paired = 0
     for layer in layers:
         vectors, d = seen.count(layer.name) * layer.groups, layer.columns + 1
         madds += vectors * d**2
-        paired += vectors * d * (d + min(d, 2 * layer.rows))  # see `PairedMoments`
+        paired += vectors * d * (d + (2 * layer.rows if weighed(layer) else d))
     unit = count * PRODUCT / 1e9
     return count * took, unit * madds, unit * paired, max(0, most[0] - before)
+
+
+@contextmanager
+def _cutting(layers: Sequence[Layer]) -> Iterator[None]:
+    """Make of every input the first patches, for the memory that they take."""
+    handles: list[Handle] = []
+    try:
+        for layer in layers:
+            handles.append(layer.on_input(partial(_first_patches, layer)))  # noqa: PERF401 - those before a failure must come off
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _first_patches(layer: Layer, x: Tensor) -> None:
+    next(layer.patches(x.detach()), None)
 
 
 @contextmanager

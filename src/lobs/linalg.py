@@ -1,4 +1,4 @@
-"""Factorisations and least squares on a support: the only file that calls `torch.linalg`."""
+"""Factorisations, least squares on a support, sums of squares: the only file that calls `torch.linalg`."""
 
 from __future__ import annotations
 

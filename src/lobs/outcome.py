@@ -187,10 +187,9 @@ class Outcome:
                 self.model,
                 job.calibration,
                 bounds.layer_errors(self.largest_errors, job.calibration),
-                batches=job.batches,
+                apart,
                 held_out=held_out,
                 dense_gains={name: job.dense(name) for name in job.calibration} if job.inputs == "pruned" else None,
-                measured=apart.output,
             )
         errors = {}
         for name, (error, energy, count) in apart.layers.items():
@@ -198,10 +197,7 @@ class Outcome:
             self.results[name] = replace(self.results[name], error=error / max(1, count), relative_error=relative)
             # Outputs are right to float32's last digit; the bound must hold all the same.
             errors[name] = math.sqrt(error / job.calibration.samples) + 1e-6 * math.sqrt(energy / job.calibration.samples)
-        return bounds.certificate(
-            job.model, self.model, job.calibration, errors,
-            batches=job.batches, held_out=held_out, measured=apart.output, absorbed=True,
-        )  # fmt: skip
+        return bounds.certificate(job.model, self.model, job.calibration, errors, apart, held_out=held_out, absorbed=True)
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -127,7 +127,7 @@ def prune(
         journal = stack.enter_context(open_journal(resume, identity))
         room = None
         if limit is not None:
-            options = _forecast_options(wanted, passes, damping)
+            options = _forecast_options(wanted, passes, damping, batch_norm)
             ahead = _forecast(model, data, found, chosen, inputs=inputs, **options)
             tell("forecast", **ahead.as_dict())
             room = ahead.room
@@ -196,6 +196,7 @@ def forecast(
     passes: int = 2,
     prune_bias: bool = False,
     damping: float | None = None,
+    batch_norm: bool = True,
     memory: str | float | None = None,
 ) -> Forecast:
     """What `prune` with these arguments would take: passes over the data, bytes, about how many seconds.
@@ -207,7 +208,7 @@ def forecast(
     )
     data = guarded(batches)
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
-        options = _forecast_options(wanted, passes, damping)
+        options = _forecast_options(wanted, passes, damping, batch_norm)
         return _forecast(model, data, found, as_solver(solver), inputs=inputs, **options)
 
 
@@ -256,9 +257,15 @@ def _shared(wanted: Target) -> bool:
     return isinstance(wanted, Budget) or (isinstance(wanted, Sparsity) and wanted.scope == "network")
 
 
-def _forecast_options(wanted: Target, passes: int, damping: float | None) -> dict[str, Any]:
+def _forecast_options(wanted: Target, passes: int, damping: float | None, batch_norm: bool) -> dict[str, Any]:
     """What a forecast must know beside the network and the data."""
-    options = {"shared": _shared(wanted), "rounds": passes, "damped": damping is not None, "target": wanted}
+    options = {
+        "shared": _shared(wanted),
+        "rounds": passes,
+        "damped": damping is not None,
+        "target": wanted,
+        "batch_norm": batch_norm,
+    }
     if isinstance(wanted, Budget) and wanted.max_drop is not None:
         # At its longest: no trial is good enough, and what the limits force is pruned after all of them.
         return {**options, "rounds": LOOKS + 1, "looks": 1}

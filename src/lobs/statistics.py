@@ -30,7 +30,7 @@ class Moments:
     def __init__(
         self, groups: int, columns: int, *, bias: bool, device: torch.device | None = None, hollow: bool = False
     ) -> None:
-        self.bias, self.count, self.hollow = bias, 0, hollow
+        self.bias, self.count = bias, 0
         self.lean = memory.lean(groups, columns)
         kind = torch.float32 if self.lean else torch.float64
         size = 0 if hollow else columns + bias  # with room for the constant-1 column, so that no copy need be made for it
@@ -61,7 +61,7 @@ class Moments:
         self.count += y.shape[1]
 
     def note(self, x: Tensor, vectors: int) -> None:
-        """Count vectors without looking into them, and notice whether all of the input they come from is finite."""
+        """Count vectors without making them, and notice whether all of the input is finite, be it in a window or between."""
         total = x.sum()
         if not bool(torch.isfinite(total)):  # too much for the input's own type, perhaps
             total = x.sum(dtype=torch.float64)
@@ -77,7 +77,6 @@ class Moments:
         """Sums that go on from where they were, in the very tensor that is given where it is on the device already."""
         groups, columns = parts["sum"].shape
         moments = cls(groups, columns, bias=bias, device=device, hollow=True)
-        moments.hollow = parts["whole"].shape[-1] == 0
         moments._whole = parts["whole"].to(moments._whole)
         moments._sum.copy_(parts["sum"])
         moments.count = int(parts["count"])
@@ -146,6 +145,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.double().mT @ b.double()
 
 
+def weighed(layer: Layer) -> bool:
+    """Are a layer's paired moments summed as W D? Their lines are then its rows, and there are two products."""
+    return memory.lean(layer.groups, layer.columns) or 2 * layer.rows < layer.columns
+
+
 class PairedMoments:
     """Moments of one layer's inputs in two networks: Ĥ = E[ŷŷᵀ] of the pruned one, and D = E[(y − ŷ)ŷᵀ], how they differ.
 
@@ -155,7 +159,7 @@ class PairedMoments:
 
     def __init__(self, layer: Layer) -> None:
         self.pruned = Moments.of(layer, layer.weight.device)
-        self._weighed = self.pruned.lean or 2 * layer.rows < layer.columns
+        self._weighed = weighed(layer)
         lines = layer.rows if self._weighed else layer.columns
         self._outer = self.pruned._whole.new_zeros(layer.groups, lines, layer.columns)
         self._sum = torch.zeros(layer.groups, lines, dtype=torch.float64, device=layer.weight.device)
@@ -171,13 +175,13 @@ class PairedMoments:
             for piece in layer.patches(x_hat):
                 self.pruned.add(piece)
             return
-        precise = x.dtype == torch.float64 or layer.columns < _NARROW
-        kind = torch.float64 if precise else torch.float32
+        own = torch.promote_types(x.dtype, torch.float32)
+        kind = torch.float64 if layer.columns < _NARROW else own
         weight = layer.unfolded(layer.weight.detach()).to(kind) if self._weighed else None
         # Patches pick out of an input what they hold, so those of a difference are the differences of patches.
-        for apart, pruned in zip(layer.patches(x.to(kind) - x_hat.to(kind)), layer.patches(x_hat), strict=True):
+        for apart, pruned in zip(layer.patches(x.to(own) - x_hat.to(own)), layer.patches(x_hat), strict=True):
             self.pruned.add(pruned)
-            away = apart if weight is None else apart @ weight.mT
+            away = apart.to(kind) if weight is None else apart.to(kind) @ weight.mT
             product = away.mT @ pruned.to(kind)
             # Inputs of 1e±30 have products that float32 cannot hold.
             held = bool(torch.isfinite(product).all()) and bool(product.any())

@@ -53,6 +53,7 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             kept = min(max(1, total - most, round(math.exp(middle))), total - forced)
             outcome = run(job, job.shared(budget, total - kept))
             score = _score(evaluate, outcome.model, job.journal, f"run {outcome.number} score")
+            outcome.apart = None  # the user's function has had the network in its hands
             trials.append(Trial(kept, score, dense - score))
             if dense - score <= max_drop:
                 best, high = outcome, math.log(kept)

@@ -153,6 +153,7 @@ def prune(
                 "passes": passes,
                 "prune_bias": prune_bias,
                 "damping": damping,
+                "batch_norm": batch_norm,
             }
             ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
             print_json(ahead.as_dict()) if json else say(str(ahead))
