@@ -15,7 +15,10 @@ from torch import Tensor
 
 from lobs import collect
 from lobs.cli.subject import open_subject
+from lobs.gather import passes
 from lobs.layers import find_layers
+
+_TOGETHER = 4e9  # bytes of moments that are summed in one pass
 
 
 def read(file: Path) -> tuple[Tensor, Tensor, bool]:
@@ -32,10 +35,11 @@ def main() -> None:
     given = parser.parse_args()
     subject = open_subject(given.network, None, trust=True)
     given.folder.mkdir(parents=True, exist_ok=True)
-    for layer in find_layers(subject.model, given.layers):
-        if layer.groups == 1:  # one at a time: moments of many wide layers would not fit
-            moment = collect(subject.model, subject.batches, [layer])[layer.name].moment[0]
-            tensors = {"weight": layer.matrix()[0].contiguous(), "moment": moment.contiguous()}
+    chosen = [layer for layer in find_layers(subject.model, given.layers) if layer.groups == 1]
+    for group in passes(chosen, _TOGETHER):
+        seen = collect(subject.model, subject.batches, group)
+        for layer in group:
+            tensors = {"weight": layer.matrix()[0].contiguous(), "moment": seen[layer.name].moment[0].contiguous()}
             save_file(tensors, given.folder / f"{layer.name}.safetensors")
             print(layer.name, tuple(tensors["weight"].shape))
 
