@@ -123,16 +123,34 @@ def test_statistics_keep_their_digits_however_far_the_data_lie_from_the_running_
     torch.testing.assert_close(sums.variance, exact.var(1), rtol=1e-5, atol=0)
 
 
+def test_a_switch_that_is_neither_true_nor_false_is_refused():
+    with pytest.raises(lobs.LobsError, match="batch_norm is 'no': True or False"):
+        lobs.prune(network(), data(), 0.5, batch_norm="no", progress=False)
+
+
+def test_an_evaluate_that_forgets_eval_mode_is_run_in_it_and_leaves_the_network_as_it_was():
+    model, x = trained_like(network(), data()).train(), data()
+    before, modes = copy.deepcopy(model.state_dict()), []
+
+    def forgets(net):
+        modes.append(net.training)
+        return float(-net(x[0]).square().mean())
+
+    found = lobs.prune(model, x, lobs.Budget(max_drop=0.5), evaluate=forgets, progress=False)
+    assert not any(modes) and model.training and found.model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
 def test_what_evaluate_does_to_a_network_is_in_the_certificate():
     model = trained_like(network(), data()).train()
 
-    def forgets_eval_mode(net):
-        with torch.no_grad():
-            net(data()[0] + 1)
+    def trains_a_little(net):
+        net.train()
+        net(data()[0] + 1)
         return -float((net[7].weight == 0).float().mean() > 0.6)
 
     x = data()
-    found = lobs.prune(model, x, lobs.Budget(max_drop=0.5), evaluate=forgets_eval_mode, progress=False)
+    found = lobs.prune(model, x, lobs.Budget(max_drop=0.5), evaluate=trains_a_little, progress=False)
     assert found.certificate.measured == pytest.approx(deviation(model, found.model, x), rel=1e-5)
 
 

@@ -67,10 +67,12 @@ class Forecast:
 
     def __str__(self) -> str:
         lines = [
-            f"{stage.name}: passes over the data {stage.passes}, seconds about {stage.seconds:,.0f}" for stage in self.stages
+            f"{stage.name}: a network's passes over the data {stage.passes}, seconds about {stage.seconds:,.1f}"
+            for stage in self.stages
         ]
         held = f"; {spelled(self.spilled)} of moments go to temporary files" if self.spilled else ""
         promised = "" if self.limit is None else f" of {spelled(self.limit)}"
+        lines.append(f"in all: {self.passes}, about {self.seconds:,.1f} seconds")
         lines.append(
             f"memory: about {spelled(self.peak)}{promised}: {spelled(self.fixed)} for what is there and the network's copy, "
             f"{spelled(self.widest_bytes)} for layer '{self.widest}'{held}"

@@ -103,6 +103,8 @@ def prune(
         raise LobsError(
             "Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better."
         )
+    if not isinstance(batch_norm, bool):
+        raise LobsError(f"batch_norm is {batch_norm!r}: True or False.")
     data = guarded(batches)
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     chosen = as_solver(solver)

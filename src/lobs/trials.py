@@ -11,6 +11,7 @@ from typing import TypeAlias
 from torch import nn
 
 from lobs.batches import told
+from lobs.calibrate import evaluating
 from lobs.distributed import crew
 from lobs.errors import LobsError, NumericalWarning
 from lobs.job import Job
@@ -85,7 +86,7 @@ def _score(evaluate: Evaluate, model: nn.Module, journal: Journal, key: str) -> 
     score = 0.0
     with crew().agree():
         if crew().leads:
-            with told("evaluate"):
+            with told("evaluate"), evaluating(model):  # a function that forgets eval mode would train batch norms
                 value = evaluate(model)
             try:
                 score = float(value)
