@@ -17,7 +17,7 @@ from lobs.batches import guarded
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
 from lobs.distributed import crew
 from lobs.errors import CalibrationError, NumericalWarning, UnsupportedLayerError
-from lobs.layers import Handle, Layer, find_layers
+from lobs.layers import Layer, find_layers, watching
 from lobs.ledger import Certificate
 from lobs.problem import Problem
 from lobs.progress import track
@@ -187,11 +187,5 @@ def distances(
 
 
 def _run(model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]) -> Tensor | None:
-    handles: list[Handle] = []
-    try:
-        for layer, callback in watched:
-            handles.append(layer.on_output(partial(callback, layer.name)))
+    with watching(layer.on_output(partial(callback, layer.name)) for layer, callback in watched):
         return main_output(call(model, batch))
-    finally:
-        for handle in handles:
-            handle.remove()

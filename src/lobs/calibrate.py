@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lobs.batches import guarded, told
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.journal import Journal
-from lobs.layers import Handle, Layer, find_layers
+from lobs.layers import Layer, find_layers, watching
 from lobs.progress import shown, track
 from lobs.statistics import Moments
 
@@ -94,7 +95,7 @@ def collect(
         crew().agree(),
         shown(progress),
         track("calibrate", length(batches)) as advance,
-        _watching(chosen, moments, hollow),
+        watching(layer.on_input(partial(_count, layer, moments, hollow)) for layer in chosen),
         evaluating(model),
     ):
         for index, batch in enumerate(batches):
@@ -246,28 +247,15 @@ def _uncompiled(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _watching(layers: Sequence[Layer], moments: dict[str, Moments], hollow: bool) -> Iterator[None]:
-    def watch(layer: Layer) -> Handle:
-        def count(x: Tensor) -> None:
-            if layer.name not in moments:
-                moments[layer.name] = Moments.of(layer, x.device, hollow=hollow)
-            if hollow:
-                moments[layer.name].note(x.detach(), layer.vectors(x))
-                return
-            for piece in layer.patches(x.detach()):
-                moments[layer.name].add(piece)
-
-        return layer.on_input(count)
-
-    handles: list[Handle] = []
-    try:
-        for layer in layers:
-            handles.append(watch(layer))  # noqa: PERF401 - if one fails, those before it must still come off
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def _count(layer: Layer, moments: dict[str, Moments], hollow: bool, x: Tensor) -> None:
+    """Add one call's input to the moments of its layer."""
+    if layer.name not in moments:
+        moments[layer.name] = Moments.of(layer, x.device, hollow=hollow)
+    if hollow:
+        moments[layer.name].note(x.detach(), layer.vectors(x))
+        return
+    for piece in layer.patches(x.detach()):
+        moments[layer.name].add(piece)
 
 
 def _as_layers(model: nn.Module, layers: str | Iterable[str] | Sequence[Layer] | None) -> list[Layer]:

@@ -20,7 +20,7 @@ from lobs.calibrate import collect, length
 from lobs.distributed import crew
 from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
-from lobs.layers import Handle, Layer
+from lobs.layers import Layer, watching
 from lobs.memory import spelled
 from lobs.problem import Solver
 from lobs.solvers import ADMM, LOBS, Auto, Columns
@@ -195,7 +195,7 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
         began = time.perf_counter()
         with _watched() as most:
             before = memory.resident()
-            with _cutting(layers):
+            with watching(layer.on_input(partial(_first_patches, layer)) for layer in layers):
                 seen = collect(model, first, layers, hollow=True)
         took = time.perf_counter() - began
     count = max(crew().hear(length(batches) or sum(1 for _ in batches)))
@@ -208,20 +208,8 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
     return count * took, unit * madds, unit * paired, max(0, most[0] - before)
 
 
-@contextmanager
-def _cutting(layers: Sequence[Layer]) -> Iterator[None]:
-    """Make of every input the first patches, for the memory that they take."""
-    handles: list[Handle] = []
-    try:
-        for layer in layers:
-            handles.append(layer.on_input(partial(_first_patches, layer)))  # noqa: PERF401 - those before a failure must come off
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _first_patches(layer: Layer, x: Tensor) -> None:
+    """Make the first patches of an input, for the memory that they take."""
     next(layer.patches(x.detach()), None)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lobs.batches import told
 from lobs.calibrate import batch_size, call, evaluating, length, main_output
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
-from lobs.layers import Handle, Layer
+from lobs.layers import Layer, watching
 from lobs.progress import track
 
 
@@ -66,19 +67,10 @@ def _probed(layers: Sequence[Layer]) -> Iterator[list[tuple[Layer, Tensor]]]:
     """Add a zero to every layer's output and keep it: its gradient is the output's, whether or not weights are frozen."""
     probes: list[tuple[Layer, Tensor]] = []
 
-    def watch(layer: Layer) -> Handle:
-        def probe(z: Tensor) -> Tensor:
-            zero = torch.zeros_like(z, requires_grad=True)
-            probes.append((layer, zero))
-            return z + zero
+    def probe(layer: Layer, z: Tensor) -> Tensor:
+        zero = torch.zeros_like(z, requires_grad=True)
+        probes.append((layer, zero))
+        return z + zero
 
-        return layer.on_output(probe)
-
-    handles: list[Handle] = []
-    try:
-        for layer in layers:
-            handles.append(watch(layer))  # noqa: PERF401 - if one fails, those before it must still come off
+    with watching(layer.on_output(partial(probe, layer)) for layer in layers):
         yield probes
-    finally:
-        for handle in handles:
-            handle.remove()

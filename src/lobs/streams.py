@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from lobs.batches import told
 from lobs.calibrate import call, evaluating
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
-from lobs.layers import Handle, Layer
+from lobs.layers import Layer, watching
 from lobs.progress import track
 from lobs.statistics import PairedMoments
 
@@ -77,7 +77,7 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
     def note(name: str, x: Tensor) -> None:
         seen.setdefault(name, []).append(x)  # the tensors themselves: numbers of those that are gone would come again
 
-    with crew().agree(), _watching([(before, partial(note, before.name)) for before, _ in part.layers]):
+    with crew().agree(), watching(before.on_input(partial(note, before.name)) for before, _ in part.layers):
         part.run_dense_once()
     part.calls = {name: len(inputs) for name, inputs in seen.items()}
     pairs = {before.name: (before, after) for before, after in part.layers}
@@ -98,18 +98,6 @@ class _Enough(BaseException):  # it is no error, and nobody's `except Exception`
     """Everything wanted of this run has been seen."""
 
 
-@contextmanager
-def _watching(callbacks: Sequence[tuple[Layer, Callable[[Tensor], None]]]) -> Iterator[None]:
-    handles: list[Handle] = []
-    try:
-        for layer, callback in callbacks:
-            handles.append(layer.on_input(callback))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[], Any]) -> dict[str, list[Tensor]]:
     """What reaches each layer in one run, which is stopped once all have been called as often as they will be."""
     found: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
@@ -122,7 +110,7 @@ def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[],
 
         return callback
 
-    with _watching([(layer, note(layer.name)) for layer in layers]), suppress(_Enough):
+    with watching(layer.on_input(note(layer.name)) for layer in layers), suppress(_Enough):
         run()
     return found
 

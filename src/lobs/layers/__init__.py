@@ -7,7 +7,7 @@ from lobs.layers.base import Layer
 from lobs.layers.convolution import Conv1dLayer, Conv2dLayer, Conv3dLayer, ConvolutionLayer, WindowedLayer
 from lobs.layers.finding import all_layers, as_layer, find_layers, refused_layers, uncovered_weights
 from lobs.layers.linear import FlippedLinearLayer, LinearLayer
-from lobs.layers.observing import Handle
+from lobs.layers.observing import Handle, watching
 from lobs.layers.transposed import (
     ConvTranspose1dLayer,
     ConvTranspose2dLayer,
@@ -35,4 +35,5 @@ __all__ = [
     "find_layers",
     "refused_layers",
     "uncovered_weights",
+    "watching",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 
 import torch
@@ -56,3 +57,12 @@ def _return_to_fast_path() -> None:
         _watchers -= 1
         if _watchers == 0:
             torch.backends.mha.set_fastpath_enabled(_was_enabled)
+
+
+@contextmanager
+def watching(observations: Iterable[Handle]) -> Iterator[None]:
+    """Observe for as long as the block runs. Give a generator: if one observation fails, those before it come off."""
+    with ExitStack() as stack:
+        for handle in observations:
+            stack.callback(handle.remove)
+        yield
