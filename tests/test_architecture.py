@@ -21,7 +21,7 @@ FLOORS = [
     {"solvers", "journal", "resume"},
     {"calibrate", "wide"},
     {"gather"},
-    {"chain", "allocate", "influence", "streams", "batchnorm", "shrinking", "curvature", "retraining"},
+    {"chain", "allocate", "influence", "streams", "batchnorm", "compensation", "shrinking", "curvature", "retraining"},
     {"bounds", "outlook", "surgery", "forecasting"},
     {"result"},
     {"settled", "bridge", "demands"},

@@ -12,6 +12,7 @@ from lobs import demands, memory
 from lobs.allocate import Curve, RowLosses, allocate, row_losses
 from lobs.bridge import layer_problem
 from lobs.calibrate import Calibration, collect
+from lobs.compensation import Compensate
 from lobs.curvature import fisher_diagonal
 from lobs.distributed import ALONE, crew, working
 from lobs.gather import Gathered, gathered
@@ -45,9 +46,12 @@ class Job:
         journal: Journal | None = None,
         gather: bool = False,
         room: float | None = None,
+        compensate: Compensate = "layers",
+        work: float | None = None,
     ) -> None:
         self.model, self.batches, self.layers, self.solver, self.inputs = model, batches, layers, solver, inputs
         self.prune_bias, self.damping, self.diagnostics, self.batch_norm = prune_bias, damping, diagnostics, batch_norm
+        self.compensate, self.work = compensate, work
         self.journal = journal or Journal()
         self.runs = self.looks = 0
         self._mine = {layer.name: layer for layer in layers}
@@ -182,6 +186,12 @@ class Job:
     def _flops_each(self) -> dict[str, float]:
         seen, samples = self.calibration, self.calibration.samples
         return {layer.name: 2 * seen.count(layer.name) / samples * layer.uses_per_patch for layer in self.layers}
+
+    @property
+    def madds(self) -> float:
+        """Multiply-adds of all layers for one sample."""
+        each = self._flops_each()
+        return sum(each[layer.name] / 2 * layer.weight.numel() for layer in self.layers)
 
     def gather(self) -> None:
         """All processes together, before each works on layers of its own."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lobs import bounds, memory, streams
 from lobs.batchnorm import BatchNormEffect, reestimate, statistics_of, take_up
 from lobs.bridge import asymmetric_problem, histogram
+from lobs.compensation import Compensation, compensate
 from lobs.distributed import crew
 from lobs.errors import LobsError
 from lobs.job import Job, Packed
@@ -32,8 +33,11 @@ from lobs.statistics import PairedMoments
 from lobs.targets import Target
 
 
-def run(job: Job, plan: Mapping[str, Target | None]) -> Outcome:
-    """Prune a copy of a job's network, every layer by its own target, and re-estimate batch norms where that is wanted."""
+def run(job: Job, plan: Mapping[str, Target | None], *, last: bool = True) -> Outcome:
+    """Prune a copy of a job's network, every layer by its own target; then what concerns all layers, where that is wanted.
+
+    That is batch norms' statistics and, in the `last` run, moving all surviving weights together.
+    """
     job.runs += 1
     outcome = Outcome(job, _copied(job.model), job.runs)
     if job.inputs == "dense":
@@ -42,6 +46,8 @@ def run(job: Job, plan: Mapping[str, Target | None]) -> Outcome:
         _prune_in_order(outcome, plan)
     if job.batch_norm:
         outcome.renew_norms()
+    if last and job.compensate == "network":
+        outcome.compensate([name for name, target in plan.items() if target is not None])
     return outcome
 
 
@@ -99,6 +105,7 @@ class Outcome:
     solutions: dict[str, Solution] = field(default_factory=dict)
     largest_errors: dict[str, float] = field(default_factory=dict)
     norms: BatchNormEffect | None = None
+    compensation: Compensation | None = None
     apart: bounds.Distances | None = None  # from the dense network, once measured
 
     def twins(self) -> dict[str, Layer]:
@@ -166,6 +173,27 @@ class Outcome:
             if looks:
                 self.apart = looks[-1] if self.norms is None or self.norms.changed else looks[0]
             job.journal.write(key, statistics_of(self.model), {"effect": self.norms and asdict(self.norms)})
+
+    def compensate(self, names: Iterable[str]) -> None:
+        """Move all surviving weights of some layers together, where that brings the output nearer to the dense one's."""
+        job, key, twins = self.job, f"run {self.number} compensation", self.twins()
+        layers = [twins[name] for name in names]
+        own = {name for layer in layers for name in layer.parameters()}
+        parameters = {name: t for name, t in self.model.named_parameters(remove_duplicate=False) if name in own}
+        saved = job.journal.read(key)
+        if saved is not None:
+            self.compensation = Compensation(**saved.record["effect"])
+            for name, parameter in parameters.items():
+                parameter.data.copy_(saved.state_dict[name])
+        elif any(solution.removed for solution in self.solutions.values()):
+            with phase("compensate"):
+                self.compensation = compensate(
+                    self.model, job.model, job.batches, layers, self.masks,
+                    samples=job.calibration.samples, madds=job.madds, work=job.work,
+                )  # fmt: skip
+            job.journal.write(key, {n: t.detach() for n, t in parameters.items()}, {"effect": asdict(self.compensation)})
+        if self.compensation is not None and self.compensation.steps:
+            self.apart = None  # what was measured before no longer holds
 
     def _distances(self, each: Callable[[Any], None] | None = None) -> bounds.Distances:
         """How far this network is from the dense one, with asymmetric inputs at every layer."""

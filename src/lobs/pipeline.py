@@ -16,6 +16,7 @@ from torch import nn
 
 from lobs import demands
 from lobs.batches import guarded
+from lobs.compensation import WORK, Compensate
 from lobs.distributed import present, working
 from lobs.errors import LobsError
 from lobs.forecasting import Forecast, taken_in_the_end
@@ -29,7 +30,7 @@ from lobs.outcome import run
 from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
-from lobs.solvers import as_solver
+from lobs.solvers import Auto, as_solver
 from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target
 from lobs.trials import LOOKS, Evaluate, Trial, search
 
@@ -52,6 +53,7 @@ def prune(
     evaluate: Evaluate | None = None,
     passes: int = 2,
     batch_norm: bool = True,
+    compensate: Compensate | None = None,
     resume: str | os.PathLike[str] | None = None,
     distributed: bool = False,
     log_json: str | os.PathLike[str] | None = None,
@@ -83,6 +85,10 @@ def prune(
         passes: how often a network-wide budget is shared out: the second time by how the network pruned the first time, not the
             dense one, answers to its units. 1 takes half the time. Trials of `max_drop` share it out once each.
         batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one.
+        compensate: "layers": surviving weights take the values that are best for their own layer. "network": in the end all of
+            them move together to where the network's output is nearest to the dense one's, on `batches` and with no labels;
+            needs asymmetric inputs. By default "network" with the default solver on networks so small that this takes
+            seconds. One batch in eight is kept back, and where nothing is won on those the weights stay as they were.
         resume: a folder in which every finished piece of work is kept; if it holds an interrupted run of the same network, data
             and settings, that is taken up and ends with the same bits. The batches must come in the same order each time.
         distributed: share the work with the other processes of torch.distributed's process group, all of which call this with
@@ -108,9 +114,11 @@ def prune(
     data = guarded(batches)
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     chosen = as_solver(solver)
+    together_or_not, work = _compensation(compensate, chosen, inputs, memory)
     settings = {
         "target": wanted, "solver": chosen, "inputs": inputs, "layers": [layer.name for layer in found], "passes": passes,
         "prune_bias": prune_bias, "damping": damping, "diagnostics": diagnostics, "batch_norm": batch_norm,
+        "compensate": (together_or_not, work),
     }  # fmt: skip
     together = present(distributed)
     log = log_json if together.leads else None
@@ -135,7 +143,8 @@ def prune(
             room = ahead.room
         # Where no budget is shared out by the dense network's error curves, its moments may never be wanted.
         gather = limit is not None or not (inputs == "dense" or _shared(wanted))
-        job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal, gather, room)
+        job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal, gather, room,
+                  together_or_not, work)  # fmt: skip
         calibration = job.calibration
         calibrated = time.perf_counter() - began
         trials: list[Trial] = []
@@ -143,11 +152,11 @@ def prune(
             assert evaluate is not None
             outcome, trials = search(job, wanted, wanted.max_drop, evaluate)
         else:
-            outcome = run(job, job.plan(wanted))
-            if _shared(wanted):
-                for _ in range(passes - 1):
-                    job.look_again(outcome.model)
-                    outcome = run(job, job.plan(wanted))
+            rounds = passes if _shared(wanted) else 1
+            outcome = run(job, job.plan(wanted), last=rounds == 1)
+            for later in range(2, rounds + 1):
+                job.look_again(outcome.model)
+                outcome = run(job, job.plan(wanted), last=later == rounds)
         certificate = outcome.certify(held_out)
         outlook = job.outlook({name: solution.removed for name, solution in outcome.solutions.items()})
     if inplace:
@@ -169,6 +178,8 @@ def prune(
         said["batch norm"] = str(outcome.norms)
     elif not batch_norm:
         said["batch norm"] = "not re-estimated"
+    if outcome.compensation is not None:
+        said["compensation"] = str(outcome.compensation)
     if trials:
         said["trials"] = [asdict(trial) for trial in trials]
     return Pruning(
@@ -252,6 +263,25 @@ def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
     if inputs == "asymmetric" and isinstance(wanted, ErrorBudget):
         raise LobsError("ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' with it.")
     return inputs
+
+
+def _compensation(
+    asked: Compensate | None, solver: Solver, inputs: Inputs, memory: str | float | None
+) -> tuple[Compensate, float | None]:
+    """Whether all weights move together in the end, and how many multiply-adds that may take; no limit where asked for."""
+    if asked is None:
+        free = isinstance(solver, Auto) and inputs == "asymmetric" and memory is None
+        return ("network", WORK) if free else ("layers", None)
+    if asked not in get_args(Compensate):
+        raise LobsError(f"compensate is {asked!r}: use {', '.join(map(repr, get_args(Compensate)))}.")
+    if asked == "network" and inputs != "asymmetric":
+        raise LobsError(
+            f"compensate='network' moves weights after their layers' errors on {inputs} inputs were computed: it goes with "
+            f"inputs='asymmetric'."
+        )
+    if asked == "network" and memory is not None:
+        raise LobsError("compensate='network' holds several copies of all weights: leave out memory, or compensate.")
+    return asked, None
 
 
 def _shared(wanted: Target) -> bool:

@@ -166,6 +166,8 @@ class Pruning(Account):
         lines.append(f"{self.certificate} (root mean square over {self.settings.get('samples', '?')} calibration samples)")
         if self.batch_norm is not None:
             lines.append(str(self.batch_norm))
+        if "compensation" in self.settings:
+            lines.append(f"compensated {self.settings['compensation']}")
         if self.phases:
             spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
             peak = "" if self.peak_bytes is None else f"; at most {self.peak_bytes / 1e6:,.0f} MB of memory"

@@ -89,6 +89,13 @@ def prune(
     prune_bias: Annotated[bool, typer.Option("--prune-bias", help="Let biases be removed too.")] = False,
     damping: Annotated[float | None, typer.Option(min=0, help="λ added to every Ψ; chosen by default.")] = None,
     batch_norm: Annotated[bool, typer.Option(help="Re-estimate batch norms' statistics, where that helps.")] = True,
+    compensate: Annotated[
+        str | None,
+        typer.Option(
+            help="network: in the end all surviving weights move together, to where the output is nearest to the dense one's; "
+            "layers: they do not. By default network where that takes seconds."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the pruned network (safetensors).")] = None,
     report: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
     resume: Annotated[
@@ -175,6 +182,7 @@ def prune(
             prune_bias=prune_bias,
             damping=damping,
             batch_norm=batch_norm,
+            compensate=compensate,  # type: ignore[arg-type]  # likewise
             diagnostics=report is not None,
             held_out=subject.held_out if alone or subject.held_out is None else share(subject.held_out, crew),
             evaluate=score_of(subject, max_drop, larger_is_better),

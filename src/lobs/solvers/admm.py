@@ -1,14 +1,19 @@
-"""Alternating directions with a hard count: a good support for the price of 36 matrix products.
+"""Alternating directions with a hard count: a good support for the price of 56 matrix products.
 
 min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, V with so many zeros: X = (WG + ρ(V−U))(G + ρI)⁻¹, V = the largest of X + U, U ← X
-+ U − V, with a penalty ρ that grows until the support stands still (the idea of ALPS, Meng et al. 2024). We take few values
-of ρ with one Cholesky each instead of an eigendecomposition; the small loss is more than made good by the search that follows
-(`benchmarks/rivals.py`).
++ U − V, with a penalty ρ that grows until the support stands still (the idea of ALPS, Meng et al. 2024). Two things differ:
+
+- **Units.** What is large depends on the units that a column's weights are given in. Columns of equal energy, as usual, make a
+  weight as important as its share of the output; but what its removal costs, once the others have made good what they can, is
+  w²/[G⁻¹]_qq. So units lie three quarters of the way to those in which every [G⁻¹]_qq is the same, and the first ρ goes by the
+  mean independence 1/[G⁻¹]_qq. That alone takes up to a tenth off the error (`benchmarks/admm_units.py`).
+- Few values of ρ with one Cholesky each instead of an eigendecomposition.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +29,9 @@ from lobs.solvers.support import on_support, stacked
 from lobs.targets import Target
 
 _SAMPLE = 100_000  # weights that a threshold is taken from: enough for a hundredth of those kept at 95 %
+_UNITS = 0.75  # of the way from columns of equal energy to columns of equal cost
+_PENALTY, _LEAST, _MOST = 0.5, 0.004, 0.06  # first ρ: a share of the mean independence, within limits
+_RIDGE = 0.01  # independence is looked up in (G + this)⁻¹ where the inverse itself is not kept
 
 
 @dataclass(frozen=True)
@@ -31,17 +39,19 @@ class ADMM:
     """Alternating directions, then least squares on the support found.
 
     Time `penalties` · (d³ + `steps` · rows·d²) multiply-adds, memory of two d×d matrices and seven copies of the weight. By ε
-    it searches the count, about a dozen runs. Runs in float32 unless the weights are float64.
+    it searches the count, about a dozen runs. Runs in float32 unless the weights are float64. `penalty` is the first one; by
+    default it goes by how independent the columns are.
     """
 
-    penalty: float = 0.05
-    growth: float = 1.7
-    penalties: int = 6
-    steps: int = 6
+    penalty: float | None = None
+    growth: float = 1.6
+    penalties: int = 7
+    steps: int = 8
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
-        if not (self.penalty > 0 and self.growth > 1 and self.penalties >= 1 and self.steps >= 1):
+        positive = self.penalty is None or self.penalty > 0
+        if not (positive and self.growth > 1 and self.penalties >= 1 and self.steps >= 1):
             raise SolverError(f"{self!r}: penalty must be positive, growth over 1, penalties and steps at least 1.")
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
@@ -62,16 +72,19 @@ class ADMM:
     def support(self, problem: Problem, count: int) -> tuple[Tensor, Tensor]:
         """Which weights to keep when `count` go, in the weight's shape, and weights near its best, as `swap` wants them."""
         gram, w = stacked(problem)
-        importance = problem.importance.to(w)
-        size = importance.sqrt().unsqueeze(-1)
-        w = w * size
-        wanted = w @ gram
-        v, dual, rho = w, torch.zeros_like(w), self.penalty
-        before = torch.ones_like(w, dtype=torch.bool)
-        x = w
+        size = problem.importance.to(w).sqrt().unsqueeze(-1)
+        wanted = (w * size) @ gram
         with memory.scratch(gram) as fresh:
+            units, mean = _units(_independence(problem, fresh))
+            units = units.to(w)
+            size, wanted = size * units, wanted / units
+            w = w * size
+            rho = min(_MOST, max(_LEAST, _PENALTY * mean)) if self.penalty is None else self.penalty
+            v, dual = w, torch.zeros_like(w)
+            before = torch.ones_like(w, dtype=torch.bool)
+            x = w
             for _ in range(self.penalties):
-                inverse = linalg.ridge_inverse(fresh(), rho, overwrite=True)
+                inverse = linalg.ridge_inverse(fresh().div_(units).div_(units.mT), rho, overwrite=True)
                 for _ in range(self.steps):
                     x = dual.add_(torch.sub(v, dual).mul_(rho).add_(wanted) @ inverse)
                     keep = _above(x, count, problem.protected)
@@ -84,6 +97,23 @@ class ADMM:
         order = removal_order(x.abs(), problem.protected)
         mask = mask_from_order(order, count, tuple(w.shape))
         return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / size.clamp_min(torch.finfo(w.dtype).tiny)
+
+
+def _independence(problem: Problem, fresh: Callable[[], Tensor]) -> Tensor:
+    """Which share of each column's energy the others cannot explain, (groups, 1, d)."""
+    kept = [metric.known_inverse for metric in problem.metrics]
+    diagonals = [inverse.diagonal() for inverse in kept if inverse is not None]
+    if len(diagonals) == len(kept):
+        return torch.stack(diagonals).reciprocal().unsqueeze(-2)
+    diagonal = linalg.ridge_inverse(fresh(), _RIDGE, overwrite=True).diagonal(dim1=-2, dim2=-1)
+    return (diagonal.reciprocal() - _RIDGE).clamp_min(_RIDGE).unsqueeze(-2)
+
+
+def _units(independence: Tensor) -> tuple[Tensor, float]:
+    """What columns of equal energy are multiplied with, and the geometric mean of all independences."""
+    logs = independence.to(torch.float64).log()
+    units = ((logs - logs.mean(dim=-1, keepdim=True)) * (_UNITS / 2)).exp()
+    return units, float(logs.mean().exp())
 
 
 def _above(x: Tensor, count: int, protected: int) -> Tensor:

@@ -1,8 +1,9 @@
-"""The solver to use when you do not want to choose one: the best start that is affordable, then swaps.
+"""The solver to use when you do not want to choose one: a good support by alternating directions, then swaps.
 
-The exact greedy costs rows·d³/3 multiply-adds, alternating directions about as many matrix products of rows·d² as they take
-steps; both end near each other in error, and swaps bring either below both. So the start is chosen by cost alone, and swaps go
-on for about as long as rivals take in all: where one round of them takes longer, the start is a quick one.
+Alternating directions take as many matrix products of rows·d² as they take steps, and in the right units end below the exact
+greedy, which costs rows·d³/3 multiply-adds; swaps bring either below both, and for about as long as rivals take in all. On
+tiny layers, where a start is a matter of chance, both are run. For a limit on the error instead of a count the exact greedy is
+preferred where it is affordable: it knows the error at every count.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from lobs.solvers.lobs import LOBS, PRODUCTS
 from lobs.solvers.nbym import GREEDY_UP_TO, SWAPS_UP_TO
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
-from lobs.solvers.search import pool_size, round_work, swap
-from lobs.solvers.support import on_support, single_precision
+from lobs.solvers.search import round_work, swap
+from lobs.solvers.support import on_support, single_precision, weighted_error
 from lobs.targets import Block, NByM, Sparsity, Structured, Target
 
 # Seconds per 10⁹ multiply-adds on two cores, fitted by `python -m benchmarks.rivals --costs`; only their ratios matter here.
@@ -36,22 +37,22 @@ _GROUP_SWAPS = 3  # times what the exact greedy takes on the same layer (`benchm
 _DECOMPOSITION, _PRODUCTS = 0.1, 60
 # More rounds find next to nothing; and rounds of so few seconds are not counted.
 _MOST, _SOON = 3, 0.02
-# What one round of swaps wins is worth more than that time, but very wide layers that keep much cannot have one at all.
-_FEWEST = 1 / 12
+# What one round of swaps wins is worth more than that time, but not so many times as much.
+_DEAREST = 2.5
 # Below this share of a layer's energy float32 takes rounding for gains; then the start is solved too, and the better counts.
 _BLIND = 1e-5
-# Where swaps take what time there is, they also make good what a quicker start leaves; but not where a round takes so many
-# times as long as a start that saving on that is no use.
-_HASTY, _LONG = ADMM(penalty=0.06, growth=2.3, penalties=4, steps=6), 1.25
+# Multiply-adds of one step below which a layer is tiny.
+_TINY = 3e5
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Exact greedy where it costs no more than `patience` times alternating directions, these otherwise; then swaps.
+    """Alternating directions, then swaps; tiny layers also from the exact greedy's support.
 
-    Its error is never above that of the start it chose. Deterministic unless `seconds` cuts the swaps short. Very wide layers
-    that keep much go without swaps; where a limit of memory leaves no room for either start, `Columns`. Patterns go to the
-    solvers made for them, which weigh their costs themselves.
+    Its error is never above that of any start it ran. Deterministic unless `seconds` cuts the swaps short. Very wide layers
+    that keep much go without swaps; where a limit of memory leaves no room, `Columns`. By ε the start is the exact greedy
+    where that costs no more than `patience` times alternating directions. Patterns go to the solvers made for them, which weigh
+    their costs themselves.
     """
 
     patience: float = 2.0
@@ -66,46 +67,40 @@ class Auto:
         if not isinstance(target, Sparsity):
             return Refine(self.start(problem), seconds=self.seconds)(problem, target)
         count = target.count(problem.prunable)
-        match self.start(problem, count):
-            case Columns() as columns:
-                return columns(problem, target)
-            case Exact() as greedy:
-                return self._from_support(problem, costs(problem)[0], greedy.path(problem).mask_at(count))
-            case ADMM() as first:
-                return self._from_support(problem, _directions(problem, first), *first.support(problem, count))
+        if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
+            return Columns()(problem, target)
+        found = self._from_support(problem, costs(problem)[1], *ADMM().support(problem, count))
+        if problem.weight.numel() * problem.weight.shape[-1] > _TINY:
+            return found
+        other = self._from_support(problem, costs(problem)[0], Exact().path(problem).mask_at(count))
+        return min(found, other, key=lambda solution: weighted_error(problem, solution.weight))
 
-    def start(self, problem: Problem, count: int | None = None) -> Exact | ADMM | Columns:
-        """Which solver finds the first support, when so many weights go if that is known."""
+    def start(self, problem: Problem) -> Exact | ADMM | Columns:
+        """Which solver finds the first support where the count is not known."""
         greedy, directions = costs(problem)
         if greedy <= self.patience * directions:
             return Exact()
-        if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
-            return Columns()
-        if count is None:
-            return ADMM()
-        kept = problem.weight.numel() - count
-        hasty = _rounds(problem, kept, directions) < 1 and _round(problem, kept) < _LONG * directions
-        return _HASTY if hasty else ADMM()
+        return ADMM() if memory.affords(ADMM.bytes(*problem.weight.shape[-2:])) else Columns()
 
     def _from_support(self, problem: Problem, spent: float, mask: Tensor, near: Tensor | None = None) -> Solution:
         """Swap at once: least squares on the first support would cost as much as a round of swaps."""
-        rounds = _rounds(problem, int(mask.sum()), spent)
-        free = mask.shape[-1] - problem.protected
-        if rounds < _FEWEST and pool_size(mask.shape[-1], free) < free:
+        turns = _rounds(problem, int(mask.sum()), spent)
+        if not turns:
             return on_support(problem, mask, near)
-        turns = max(1, min(_MOST, int(rounds)))
         found = on_support(problem, *swap(problem, mask, near, rounds=turns, seconds=self.seconds))
         if found.error > _BLIND * found.energy:
             return found
         return min(found, on_support(problem, mask), key=lambda solution: solution.error)
 
 
-def _rounds(problem: Problem, kept: int, spent: float) -> float:
-    """How many rounds of swaps there is time for after a first support, when rivals' time is all there is."""
+def _rounds(problem: Problem, kept: int, spent: float) -> int:
+    """How many rounds of swaps there is time for after a first support, when rivals' time is all there is; mostly one."""
     d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
-    theirs = _DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2
+    theirs = (_DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2) / 1e9
     one = _round(problem, kept)
-    return _MOST if one <= _SOON else (theirs / 1e9 - spent) / one
+    if one <= _SOON:
+        return _MOST
+    return 0 if one > _DEAREST * theirs else max(1, min(_MOST, int((theirs - spent) / one)))
 
 
 def _round(problem: Problem, kept: int) -> float:
@@ -137,11 +132,9 @@ def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | 
             return directions
         case Columns(steps=steps), _:
             return (_FACTOR * groups * d**3 * 4 / 3 + PRODUCT * (1 + steps) * rows * d**2) / 1e9
-    if greedy <= Auto.patience * directions:
-        return 2.5 * greedy  # with swaps and least squares
     if not memory.affords(ADMM.bytes(rows // groups, d)):
         return seconds_of(Columns(), groups, rows, d)
-    return 2.5 * directions
+    return 2 * directions  # with swaps and least squares
 
 
 def costs(problem: Problem) -> tuple[float, float]:
@@ -151,12 +144,6 @@ def costs(problem: Problem) -> tuple[float, float]:
 
 def costs_of(groups: int, rows: int, d: int) -> tuple[float, float]:
     """The same for a shape: rows of all groups, and columns."""
-    return _EXACT * rows * d**3 / 3e9, _directions_of(groups, rows, d, ADMM())
-
-
-def _directions(problem: Problem, admm: ADMM) -> float:
-    return _directions_of(len(problem.groups), problem.weight[..., 0].numel(), problem.weight.shape[-1], admm)
-
-
-def _directions_of(groups: int, rows: int, d: int, admm: ADMM) -> float:
-    return admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2) / 1e9
+    admm = ADMM()
+    directions = admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2)
+    return _EXACT * rows * d**3 / 3e9, directions / 1e9

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from lobs.distributed import crew
 from lobs.errors import SolverError
 from lobs.problem import Problem, Solver, finish
 from lobs.solution import Solution
 from lobs.solvers.search import swap
-from lobs.solvers.support import on_support
+from lobs.solvers.support import on_support, row_errors, weighted_error
 from lobs.targets import Pattern, Target
 
 
@@ -52,7 +51,7 @@ class Refine:
         mask, near = swap(problem, found.mask, rounds=self.rounds, seconds=self.seconds)
         better = on_support(problem, mask, near)
         # Rows trade by importance, so the plain error may rise while the weighted one falls.
-        improved = _weighted(problem, better.weight) <= _weighted(problem, found.weight)
+        improved = weighted_error(problem, better.weight) <= weighted_error(problem, found.weight)
         # A tie may fall differently on another kind of processor, and all must go the same way.
         return better if crew().hear(improved)[0] else _same_support(problem, found)
 
@@ -60,16 +59,6 @@ class Refine:
 def _same_support(problem: Problem, found: Solution) -> Solution:
     after = on_support(problem, found.mask)
     # Damping can make "optimal" a little worse in Ψ itself; a row that would lose keeps what it had.
-    better = _row_errors(problem, after.weight) <= _row_errors(problem, found.weight)
+    better = row_errors(problem, after.weight) <= row_errors(problem, found.weight)
     weight = torch.where(better.view(*problem.weight.shape[:-1], 1), after.weight, found.weight)
     return finish(problem, weight.to(torch.float64), found.mask, damping=max(found.damping, after.damping))
-
-
-def _weighted(problem: Problem, weight: Tensor) -> float:
-    return float((_row_errors(problem, weight) * problem.importance).sum())
-
-
-def _row_errors(problem: Problem, weight: Tensor) -> Tensor:
-    delta = (weight.to(torch.float64) - problem.weight.to(torch.float64)).view(len(problem.groups), *weight.shape[-2:])
-    moment = torch.stack([moment for _, moment in problem.groups]).to(torch.float64)
-    return ((delta @ moment) * delta).sum(dim=-1)
