@@ -126,8 +126,9 @@ def test_a_data_loader_works():
 
 def test_pruned_inputs_see_the_pruned_network():
     model, batches = network(), data(256)
-    dense = lobs.prune(model, batches, 0.8, progress=False)
-    pruned = lobs.prune(model, batches, 0.8, inputs="pruned", progress=False)
+    target = lobs.Sparsity(0.8, scope="layer")  # a shared budget would look at two different pruned networks
+    dense = lobs.prune(model, batches, target, compensate="layers", progress=False)
+    pruned = lobs.prune(model, batches, target, inputs="pruned", progress=False)
     assert torch.equal(dense.model[0].weight, pruned.model[0].weight)
     assert not torch.equal(dense.model[4].weight, pruned.model[4].weight)
 

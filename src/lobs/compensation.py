@@ -27,6 +27,7 @@ from lobs.calibrate import batch_size, call, evaluating, length, main_output
 from lobs.distributed import crew
 from lobs.errors import LobsError
 from lobs.layers import Layer, watching
+from lobs.layers.observing import Handle
 from lobs.progress import track
 
 Compensate: TypeAlias = Literal["layers", "network"]
@@ -168,12 +169,13 @@ class _Survivors:
             zero = {name: torch.zeros_like(t) for name, t in self.at.items()}
             try:
                 out = jvp(self.answer(first), (self.at,), (zero,))[0]
+                vjp(self.answer(first), self.at)[1](torch.zeros_like(out))
                 counted, seen = out.numel(), batch_size(first)
             except (LobsError, RuntimeError, NotImplementedError) as error:
                 fault = " ".join(str(error).split())[:200]
         faults = [word for word in crew().hear(fault) if word]
         if faults:
-            raise _ImpossibleError(f"the network cannot be differentiated forward: {faults[0]}")
+            raise _ImpossibleError(f"the network cannot be differentiated forward and back: {faults[0]}")
         total, samples = crew().total(counted, seen)
         return total / max(1.0, samples)
 
@@ -330,5 +332,5 @@ def _dot(a: Vector, b: Vector) -> float:
 @contextmanager
 def _differentiable() -> Iterator[None]:
     """Without the fused kernels of attention, which cannot be differentiated forward."""
-    with watching([]), sdpa_kernel(SDPBackend.MATH):
+    with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH):
         yield

@@ -207,7 +207,8 @@ class Outcome:
         With asymmetric inputs a layer's error is the distance between its outputs in the two networks, which is measured
         here, after the fact: it holds what reached the layer as well as what the layer added or mended.
         """
-        job = self.job
+        job, twins = self.job, self.twins()
+        moved = self.compensation is not None and self.compensation.steps
         apart = self.apart or self._distances()
         if job.inputs != "asymmetric":
             return bounds.certificate(
@@ -223,6 +224,14 @@ class Outcome:
         for name, (error, energy, count) in apart.layers.items():
             relative = math.sqrt(error / energy) if energy else (math.inf if error else 0.0)
             self.results[name] = replace(self.results[name], error=error / max(1, count), relative_error=relative)
+            if moved:  # the solver's answer is no longer what the network holds
+                self.solutions[name] = replace(
+                    self.solutions[name],
+                    weight=twins[name].matrix(),
+                    error=error / max(1, count),
+                    energy=energy / max(1, count),
+                    curve=None,
+                )
             # Outputs are right to float32's last digit; the bound must hold all the same.
             errors[name] = math.sqrt(error / job.calibration.samples) + 1e-6 * math.sqrt(energy / job.calibration.samples)
         return bounds.certificate(job.model, self.model, job.calibration, errors, apart, held_out=held_out, absorbed=True)

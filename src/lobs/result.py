@@ -141,7 +141,8 @@ def changed_since(record: Mapping[str, Any]) -> str:
 class Pruning(Account):
     """A pruned network and everything known about it.
 
-    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer, error
+    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's answer per layer, or what
+    became of it where all weights were moved together in the end: then errors are distances measured in the network. Error
     curve included; where memory was limited only its numbers.
     """
 

@@ -32,7 +32,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("bias", ["shared", "none", "different"])
 def test_the_error_is_that_of_all_uses_together(bias):
     model, x = Tied(bias), torch.randn(40, 6).double()
-    result = lobs.prune(model, [x[:20], x[20:]], 0.5, progress=False)
+    result = lobs.prune(model, [x[:20], x[20:]], 0.5, compensate="layers", progress=False)
     assert [*result.masks] == ["a.weight"] and result.layers[0].samples == 60
     pruned = result.model
     assert pruned.a.weight is pruned.b.weight and bool((pruned.b.weight[~result.masks["a.weight"]] == 0).all())

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from lobs import ADMM, Auto, ErrorBudget, LobsError, Problem, Refine, Scored, Sparsity, solve
+from lobs import ADMM, Auto, ErrorBudget, Exact, LobsError, Problem, Refine, Scored, solve
 from lobs.solvers.admm import _sample
 from lobs.solvers.search import swap
-from lobs.solvers.support import least_squares, on_support
+from lobs.solvers.support import least_squares, on_support, typical_independence
 from tests.conftest import make_moment
 
 
@@ -86,14 +88,51 @@ def test_least_squares_of_rows_of_different_sizes_is_that_of_each_alone():
         torch.testing.assert_close(together[row], expected)
 
 
-def test_auto_is_never_above_the_start_it_chose():
-    for d in (10, 60):
+def test_auto_is_never_above_any_start_it_ran():
+    for d in (10, 60, 300):
         p = problem(d=d)
-        for patience in (0.0, 1e9):
-            auto = Auto(patience=patience)
-            for fraction in (0.3, 0.6, 0.9):
-                first = auto.start(p, Sparsity(fraction).count(p.prunable))
-                assert solve(p, auto, fraction).error <= solve(p, first, fraction).error * (1 + 1e-6)
+        firsts = [ADMM()] if p.weight.numel() * d > 1e6 else [ADMM(), Exact()]
+        for fraction, first in itertools.product((0.3, 0.6, 0.9), firsts):
+            assert solve(p, "auto", fraction).error <= solve(p, first, fraction).error * (1 + 1e-6)
+
+
+def _correlated(kind, d=160):
+    """Inputs whose columns explain each other to different degrees, so that energy says little about what a removal costs."""
+    own = torch.logspace(-1, 1, d)[torch.randperm(d)] * torch.randn(4000, d)
+    match kind:
+        case "factors":
+            return torch.randn(4000, 40) @ torch.randn(40, d) + own
+        case "copies":
+            x = torch.randn(4000, d)
+            x[:, :100] = x[:, :20].repeat(1, 5) + 0.3 * torch.randn(4000, 100)
+            return x
+        case _:
+            walk = torch.randn(4000, d).cumsum(dim=1)[:, : d // 2]
+            return torch.cat([walk / walk.std(dim=0), torch.randn(4000, d // 2)], dim=1)
+
+
+@pytest.mark.parametrize("kind", ["factors", "copies", "walk"])
+def test_units_of_equal_cost_find_better_supports(kind, monkeypatch):
+    x = _correlated(kind)
+    p = Problem(torch.randn(40, 160), x.mT @ x / len(x))
+    ours = [solve(p, ADMM(), f).error for f in (0.5, 0.8, 0.95)]
+    monkeypatch.setattr("lobs.solvers.admm._equal", lambda independence: torch.ones_like(independence).unsqueeze(-2))
+    plain = [solve(p, ADMM(), f).error for f in (0.5, 0.8, 0.95)]
+    ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+    assert ratios[0] < 0.95 and max(ratios) < 1.1
+
+
+def test_typical_independence_is_that_of_the_rows_looked_at():
+    gram, kept = make_moment(12), torch.rand(5, 12) < 0.5
+    found = typical_independence(gram.unsqueeze(0), kept.unsqueeze(0), 2)[0]
+    shares = torch.zeros(2, 12, dtype=torch.float64)
+    for turn, row in enumerate((0, 4)):
+        for q in range(12):
+            others = kept[row].clone()
+            others[q] = False
+            explained = gram[q, others] @ torch.linalg.solve(gram[others][:, others], gram[others, q])
+            shares[turn, q] = gram[q, q] - explained
+    torch.testing.assert_close(found, shares.log().mean(dim=0).exp())
 
 
 def test_auto_keeps_an_error_budget():
@@ -119,9 +158,7 @@ def test_impossible_settings_are_refused(settings):
 
 def test_few_wide_rows_are_searched_too():
     p = problem(rows=3, d=120)
-    first = Auto(patience=0.0).start(p, 180)
-    assert isinstance(first, ADMM)
-    assert solve(p, Auto(patience=0.0), 0.5).error < solve(p, first, 0.5).error
+    assert solve(p, "auto", 0.5).error < solve(p, ADMM(), 0.5).error
 
 
 @pytest.mark.parametrize(("rows", "d", "noise"), [(12, 150, 0.05), (6, 300, 0.02)])

@@ -4,16 +4,16 @@ min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, V with so many zeros: X = (WG 
 + U − V, with a penalty ρ that grows until the support stands still (the idea of ALPS, Meng et al. 2024). Two things differ:
 
 - **Units.** What is large depends on the units that a column's weights are given in. Columns of equal energy, as usual, make a
-  weight as important as its share of the output; but what its removal costs, once the others have made good what they can, is
-  w²/[G⁻¹]_qq. So units lie three quarters of the way to those in which every [G⁻¹]_qq is the same, and the first ρ goes by the
-  mean independence 1/[G⁻¹]_qq. That alone takes up to a tenth off the error (`benchmarks/admm_units.py`).
+  weight as important as its share of the output. But what its removal costs, once the others have made good what they can, is
+  w² times the share of the column's energy that the other columns kept cannot explain. So units are those in which this
+  independence is the same for all columns, looked at on some rows' supports: first by size, then as they have become. The first
+  ρ goes by its mean. That alone takes up to a fifth off the error of real layers (`benchmarks/admm_units.py`).
 - Few values of ρ with one Cholesky each instead of an eigendecomposition.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,13 +25,12 @@ from lobs.errors import SolverError
 from lobs.masks import mask_from_order, removal_order
 from lobs.problem import Problem, choose_count
 from lobs.solution import Solution
-from lobs.solvers.support import on_support, stacked
+from lobs.solvers.support import on_support, stacked, typical_independence
 from lobs.targets import Target
 
 _SAMPLE = 100_000  # weights that a threshold is taken from: enough for a hundredth of those kept at 95 %
-_UNITS = 0.75  # of the way from columns of equal energy to columns of equal cost
-_PENALTY, _LEAST, _MOST = 0.5, 0.004, 0.06  # first ρ: a share of the mean independence, within limits
-_RIDGE = 0.01  # independence is looked up in (G + this)⁻¹ where the inverse itself is not kept
+_TYPICAL, _AGAIN = 2, 2  # so many rows stand for all; the penalty at which they are looked at again
+_PENALTY, _LEAST, _MOST = 0.25, 0.004, 0.08  # first ρ: a share of the mean independence, within limits
 
 
 @dataclass(frozen=True)
@@ -72,48 +71,42 @@ class ADMM:
     def support(self, problem: Problem, count: int) -> tuple[Tensor, Tensor]:
         """Which weights to keep when `count` go, in the weight's shape, and weights near its best, as `swap` wants them."""
         gram, w = stacked(problem)
-        size = problem.importance.to(w).sqrt().unsqueeze(-1)
-        wanted = (w * size) @ gram
+        importance = problem.importance.to(w).sqrt().unsqueeze(-1)
+        pull = (w * importance) @ gram
+        keep = before = _above(w * importance, count, problem.protected)
+        units = torch.ones_like(w[:, :1])
+        v = x = w * importance
+        dual, rho = torch.zeros_like(w), 0.0
         with memory.scratch(gram) as fresh:
-            units, mean = _units(_independence(problem, fresh))
-            units = units.to(w)
-            size, wanted = size * units, wanted / units
-            w = w * size
-            rho = min(_MOST, max(_LEAST, _PENALTY * mean)) if self.penalty is None else self.penalty
-            v, dual = w, torch.zeros_like(w)
-            before = torch.ones_like(w, dtype=torch.bool)
-            x = w
-            for _ in range(self.penalties):
-                inverse = linalg.ridge_inverse(fresh().div_(units).div_(units.mT), rho, overwrite=True)
+            for turn in range(self.penalties):
+                matrix = fresh()
+                if turn in (0, _AGAIN):
+                    independence = typical_independence(matrix, keep, _TYPICAL)
+                    change = _equal(independence) / units
+                    units, v, dual = units * change, v * change, dual * change
+                    wanted = pull / units
+                if turn == 0:
+                    rho = self.penalty or min(_MOST, max(_LEAST, _PENALTY * float(independence.log().mean().exp())))
+                inverse = linalg.ridge_inverse(matrix.div_(units).div_(units.mT), rho, overwrite=True)
                 for _ in range(self.steps):
                     x = dual.add_(torch.sub(v, dual).mul_(rho).add_(wanted) @ inverse)
                     keep = _above(x, count, problem.protected)
                     v = x * keep
                     dual = x - v
-                if int((keep ^ before).sum()) <= 1e-4 * keep.numel():
+                if turn and int((keep ^ before).sum()) <= 1e-4 * keep.numel():
                     break
                 before, dual, rho = keep, dual / self.growth, rho * self.growth
-                del inverse
+                del inverse, matrix
         order = removal_order(x.abs(), problem.protected)
         mask = mask_from_order(order, count, tuple(w.shape))
-        return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / size.clamp_min(torch.finfo(w.dtype).tiny)
+        scale = (importance * units).clamp_min(torch.finfo(w.dtype).tiny)
+        return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / scale
 
 
-def _independence(problem: Problem, fresh: Callable[[], Tensor]) -> Tensor:
-    """Which share of each column's energy the others cannot explain, (groups, 1, d)."""
-    kept = [metric.known_inverse for metric in problem.metrics]
-    diagonals = [inverse.diagonal() for inverse in kept if inverse is not None]
-    if len(diagonals) == len(kept):
-        return torch.stack(diagonals).reciprocal().unsqueeze(-2)
-    diagonal = linalg.ridge_inverse(fresh(), _RIDGE, overwrite=True).diagonal(dim1=-2, dim2=-1)
-    return (diagonal.reciprocal() - _RIDGE).clamp_min(_RIDGE).unsqueeze(-2)
-
-
-def _units(independence: Tensor) -> tuple[Tensor, float]:
-    """What columns of equal energy are multiplied with, and the geometric mean of all independences."""
-    logs = independence.to(torch.float64).log()
-    units = ((logs - logs.mean(dim=-1, keepdim=True)) * (_UNITS / 2)).exp()
-    return units, float(logs.mean().exp())
+def _equal(independence: Tensor) -> Tensor:
+    """What columns of equal energy are multiplied with to become columns of equal cost, (groups, 1, d)."""
+    logs = independence.log()
+    return ((logs - logs.mean(dim=-1, keepdim=True)) / 2).exp().unsqueeze(-2)
 
 
 def _above(x: Tensor, count: int, protected: int) -> Tensor:

@@ -42,7 +42,7 @@ _DEAREST = 2.5
 # Below this share of a layer's energy float32 takes rounding for gains; then the start is solved too, and the better counts.
 _BLIND = 1e-5
 # Multiply-adds of one step below which a layer is tiny.
-_TINY = 3e5
+_TINY = 1e6
 
 
 @dataclass(frozen=True)

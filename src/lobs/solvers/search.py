@@ -18,7 +18,7 @@ from lobs import kernels, linalg, memory
 from lobs.distributed import crew
 from lobs.kernels.rows import apart, by_rows, listed, restrict
 from lobs.problem import Problem
-from lobs.solvers.support import single_precision, stacked
+from lobs.solvers.support import single_precision, stacked, typical_independence
 
 _POOL = 128  # at most so many on either side; more finds little more
 _LEAST_POOL = 32
@@ -140,13 +140,9 @@ class _Rows:
         return sides.flatten(1).gather(1, first)
 
     def _independence(self) -> Tensor:
-        """For every column, about which share of its energy a typical support cannot explain: the mean over some rows."""
+        """For every column, about which share of its energy a typical support cannot explain."""
         some = min(_TYPICAL, -(-len(self.kept) // _ENOUGH_ROWS))
-        total = torch.zeros(self.gram.shape[0], dtype=torch.float64, device=self.gram.device)
-        picked = torch.linspace(0, len(self.kept) - 1, some).long()
-        for row in self.kept[picked.to(self.kept.device)]:
-            total += linalg.unexplained(self.gram, row.nonzero().squeeze(1)).log()
-        return (total / max(1, len(picked))).exp().to(self.gram)
+        return typical_independence(self.gram.unsqueeze(0), self.kept.unsqueeze(0), some)[0]
 
     def _batch(self, rows: Tensor, pools: Tensor, values: Tensor) -> int:
         kept, linear = self.kept[rows], self.linear[rows]

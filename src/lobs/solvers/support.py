@@ -41,6 +41,16 @@ def stacked(problem: Problem, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     return torch.stack(grams), torch.stack(weights)
 
 
+def typical_independence(grams: Tensor, kept: Tensor, rows: int) -> Tensor:
+    """About which share of each column's energy a typical support cannot explain, (groups, d): the mean over some rows."""
+    picked = torch.linspace(0, kept.shape[1] - 1, min(rows, kept.shape[1])).long().tolist()
+    found = []
+    for gram, masks in zip(grams, kept, strict=True):
+        logs = [linalg.unexplained(gram, masks[row].nonzero().squeeze(1)).log() for row in picked]
+        found.append(torch.stack(logs).mean(dim=0).exp() if logs else torch.ones_like(gram[0]))
+    return torch.stack(found).to(grams)
+
+
 def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> Solution:
     """The best weights on a given support: one Cholesky a row in float64, or conjugate gradients where that is dear.
 

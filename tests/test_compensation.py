@@ -1,0 +1,203 @@
+"""Moving all surviving weights together: what may move, what may not, and that it helps where nobody looked."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jacrev
+
+import lobs
+from lobs import compensation
+from lobs.compensation import Compensation, compensate, effort
+from lobs.layers import find_layers
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(12, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 5)).eval()
+
+
+def batches(count=8, size=50, width=12):
+    torch.manual_seed(1)
+    mix = torch.randn(width, width)
+    return [torch.randn(size, width) @ mix for _ in range(count)]
+
+
+def cut(model, data, **options):
+    return lobs.prune(model, data, lobs.Sparsity(0.8), progress=False, **options)
+
+
+def deviation(model, other, data):
+    x = torch.cat(data)
+    with torch.no_grad():
+        return float((model(x) - other(x)).double().square().sum(dim=1).mean().sqrt())
+
+
+def test_the_output_comes_nearer_also_on_inputs_that_were_never_seen():
+    model, data = network(), batches(12)
+    alone, together = (cut(model, data[:8], compensate=how) for how in ("layers", "network"))
+    assert deviation(model, together.model, data[:8]) < 0.95 * deviation(model, alone.model, data[:8])
+    assert deviation(model, together.model, data[8:]) < 0.95 * deviation(model, alone.model, data[8:])
+    assert together.certificate.measured == pytest.approx(deviation(model, together.model, data[:8]), rel=1e-4)
+    assert together.settings["compensation"].startswith("all layers together")
+    assert "compensation" not in alone.settings
+
+
+def test_the_same_weights_are_gone_and_all_of_them_are_zero():
+    model, data = network(), batches()
+    alone, together = (cut(model, data, compensate=how) for how in ("layers", "network"))
+    state = together.model.state_dict()
+    for name, mask in together.masks.items():
+        assert torch.equal(mask, alone.masks[name])
+        assert not state[name][~mask].any()
+
+
+def test_small_networks_have_it_by_default_and_baselines_do_not():
+    model, data = network(), batches()
+    assert "all layers together" in cut(model, data).settings["compensation"]
+    assert "compensation" not in cut(model, data, solver="exact").settings
+    assert "compensation" not in cut(model, data, inputs="dense").settings
+
+
+def test_layers_that_are_left_alone_stay_as_they_were_to_the_bit():
+    model, data = network(), batches()
+    result = lobs.prune(model, data, lobs.Sparsity({"0": 0.8, "4": 0.5}), compensate="network", progress=False)
+    assert torch.equal(result.model[2].weight, model[2].weight) and torch.equal(result.model[2].bias, model[2].bias)
+    assert not torch.equal(result.model[4].bias, model[4].bias)
+
+
+def test_rows_of_one_parameter_that_belong_to_other_layers_do_not_move():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    data = [torch.randn(20, 6, 8) for _ in range(4)]
+    names = [layer.name for layer in find_layers(model)]
+    queries = next(name for name in names if "q" in name.rsplit(".", 1)[-1])
+    result = lobs.prune(model, data, lobs.Sparsity({queries: 0.5}), compensate="network", progress=False)
+    before, after = model.self_attn.in_proj_weight, result.model.self_attn.in_proj_weight
+    assert torch.equal(before[8:], after[8:]) and not torch.equal(before[:8], after[:8])
+    assert "all layers together" in result.settings["compensation"]
+
+
+def test_products_are_those_of_the_jacobian():
+    model, data = network(), batches(2, 10)
+    masks = {"0.weight": torch.rand(30, 12) < 0.5}
+    free = compensation._free(find_layers(model), masks)
+    window = compensation._Window(compensation._Survivors(model, model, free, data), data)
+    at = window.survivors.at
+    v = {name: torch.randn_like(t) * free[name] for name, t in at.items()}
+    size = {name: torch.rand_like(t) for name, t in at.items()}
+
+    jacobians = jacrev(lambda p: functional_call(model, p, (torch.cat(data),)))(at)
+    moved = sum(torch.einsum("nok,k->no", j.flatten(2), v[name].flatten()) for name, j in jacobians.items())
+    found = window._curved(at, v, size)
+    for name, j in jacobians.items():
+        expected = torch.einsum("nok,no->k", j.flatten(2), moved).view_as(v[name]) / 20
+        expected = (expected + compensation._DAMPING * size[name] * v[name]) * free[name]
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_layer_that_is_solved_already_gains_nothing():
+    """On one linear layer the whole network's least squares is the layer's own."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(12, 5)), batches(8, 500)
+    alone, together = (cut(model, data, compensate=how) for how in ("layers", "network"))
+    assert deviation(model, together.model, data) == pytest.approx(deviation(model, alone.model, data), rel=1e-3)
+
+
+def test_never_further_from_the_dense_network_on_the_batches_kept_back():
+    for seed in range(5):
+        model, data = network(seed), batches(3, 6)  # far too few to learn from
+        pruned = cut(model, data, compensate="layers")
+        moved = copy.deepcopy(pruned.model)
+        effect = compensate(
+            moved, model, data, find_layers(moved), pruned.masks, samples=18, madds=1000.0, work=None
+        )  # fmt: skip
+        assert effect.after is not None and effect.before is not None and effect.after <= effect.before
+        assert deviation(model, moved, data[2:]) == pytest.approx(effect.after, rel=1e-5)
+        assert deviation(model, pruned.model, data[2:]) == pytest.approx(effect.before, rel=1e-5)
+
+
+def test_shared_weights_stay_shared():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.again, self.last = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+            self.again.weight, self.again.bias = self.first.weight, self.first.bias
+
+        def forward(self, x):
+            return self.last(torch.relu(self.again(torch.relu(self.first(x)))))
+
+    torch.manual_seed(0)
+    result = cut(Twice().eval(), batches(), compensate="network")
+    assert torch.equal(result.model.first.weight, result.model.again.weight)
+    assert "all layers together" in result.settings["compensation"]
+
+
+def test_a_run_that_is_taken_up_ends_with_the_same_bits(tmp_path):
+    model, data = network(), batches()
+    one = cut(model, data, resume=tmp_path)
+    two = cut(model, data, resume=tmp_path)
+    plain = cut(model, data)
+    for a, b, c in zip(one.model.parameters(), two.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert one.settings["compensation"] == two.settings["compensation"]
+
+
+class _NoForwardDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp_min(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class _Odd(nn.Module):
+    def forward(self, x):
+        return _NoForwardDerivative.apply(x)
+
+
+def test_what_cannot_be_done_is_said_and_the_layers_own_answer_stands():
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(12, 30), _Odd(), nn.Linear(30, 5)).eval(), batches()
+    target = lobs.Sparsity(0.8, scope="layer")  # a shared budget goes back through the network
+    alone, together = (lobs.prune(model, data, target, compensate=how, progress=False) for how in ("layers", "network"))
+    assert "cannot be differentiated forward and back" in together.settings["compensation"]
+    assert all(torch.equal(a, b) for a, b in zip(alone.model.parameters(), together.model.parameters(), strict=True))
+
+
+def test_one_batch_is_too_few():
+    assert "two batches" in cut(network(), batches(1), compensate="network").settings["compensation"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compensate": "all"}, "use 'layers', 'network'"),
+        ({"compensate": "network", "inputs": "dense"}, "it goes with inputs='asymmetric'"),
+        ({"compensate": "network", "memory": "8GB"}, "leave out memory"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, words):
+    with pytest.raises(lobs.LobsError, match=words):
+        cut(network(), batches(), **options)
+
+
+def test_large_networks_go_without_unless_asked():
+    assert effort(20_000, 10, 3e5, 60_000, compensation.WORK).steps > 3
+    tried = effort(12_000_000, 1000, 4e9, 1000, compensation.WORK)
+    assert not tried.steps and "multiply-adds" in tried.reason
+    assert effort(12_000_000, 1000, 4e9, 1000, None).steps
+
+
+def test_what_happened_is_said_in_words():
+    assert str(Compensation(reason="weights are float16")) == "layer by layer (weights are float16)"
+    assert "does not help" in str(Compensation(0, 1.0, 1.0, 5))
+    assert (
+        str(Compensation(3, 1.0, 0.5, 500))
+        == "all layers together, 3 steps (output deviation 1 → 0.5 on 500 samples kept back)"
+    )
