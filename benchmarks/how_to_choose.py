@@ -14,12 +14,13 @@ from lobs.zoo.training import error_rate
 
 KEPT = (20.0, 10.0, 5.0, 3.0, 2.0, 1.5)
 CHOICES = {
-    "magnitude, same share of every layer": ("magnitude", "layer", "dense"),
-    "exact, same share of every layer": ("exact", "layer", "dense"),
-    "exact, one budget": ("exact", "network", "dense"),
-    "auto, one budget": ("auto", "network", "dense"),
-    "auto, one budget, pruned inputs": ("auto", "network", "pruned"),
-    "auto, one budget, asymmetric inputs (default)": ("auto", "network", "asymmetric"),
+    "magnitude, same share of every layer": ("magnitude", "layer", "dense", "layers"),
+    "exact, same share of every layer": ("exact", "layer", "dense", "layers"),
+    "exact, one budget": ("exact", "network", "dense", "layers"),
+    "auto, one budget": ("auto", "network", "dense", "layers"),
+    "auto, one budget, pruned inputs": ("auto", "network", "pruned", "layers"),
+    "auto, one budget, asymmetric inputs": ("auto", "network", "asymmetric", "layers"),
+    "the same, then all weights together (default)": ("auto", "network", "asymmetric", None),
 }
 
 
@@ -35,9 +36,10 @@ def main() -> None:
     print(f"LeNet-300-100, dense {dense:.2f} %, {given.samples:,} images; test error (%) by share kept\n")
     print("| choice |", " | ".join(f"{kept:g} %" for kept in KEPT), "|\n|---|" + "---|" * len(KEPT))
     curves: dict[str, list[float]] = {}
-    for name, (solver, scope, inputs) in CHOICES.items():
+    for name, (solver, scope, inputs, compensate) in CHOICES.items():
         targets = [Sparsity(1 - kept / 100, scope=scope) for kept in KEPT]
-        curves[name] = [error_rate(prune(model, train, t, solver=solver, inputs=inputs).model, test) for t in targets]
+        options = {"solver": solver, "inputs": inputs, "compensate": compensate}
+        curves[name] = [error_rate(prune(model, train, t, **options).model, test) for t in targets]
         print(f"| {name} |", " | ".join(f"{value:.2f}" for value in curves[name]), "|", flush=True)
     if given.picture:
         draw(curves, dense, given.picture)

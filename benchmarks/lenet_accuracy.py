@@ -21,6 +21,9 @@ def main() -> None:
     parser.add_argument("--solvers", nargs="*", default=list(SOLVERS))
     parser.add_argument("--kept", type=float, nargs="*", default=[8.4, 3.0, 1.5, 0.9], help="whole-network budgets, in %%")
     parser.add_argument("--inputs", nargs="*", default=["asymmetric"], help="for the budgets: asymmetric, pruned, dense")
+    parser.add_argument(
+        "--compensate", nargs="*", default=["layers", "default"], help="for the budgets: layers, network, default"
+    )
     parser.add_argument("--samples", type=int, help="calibrate on so many images instead of 60,000")
     given = parser.parse_args()
     warnings.simplefilter("ignore", NumericalWarning)  # MNIST's border pixels are dead: Ψ of the first layer is singular
@@ -43,14 +46,15 @@ def main() -> None:
                     flush=True,
                 )
         if given.kept:
-            print("\n| kept in all | inputs | kept by layer (%) | test error (%) | bound | measured | seconds |")
-            print("|---|---|---|---|---|---|---|")
-        for kept, inputs in itertools.product(given.kept, given.inputs):
-            result = prune(model, train, Sparsity(1 - kept / 100), inputs=inputs)
+            print("\n| kept in all | inputs | compensated | kept by layer (%) | test error (%) | bound | measured | seconds |")
+            print("|---|---|---|---|---|---|---|---|")
+        for kept, inputs, how in itertools.product(given.kept, given.inputs, given.compensate):
+            compensate = None if how == "default" else how
+            result = prune(model, train, Sparsity(1 - kept / 100), inputs=inputs, compensate=compensate)
             shares = " / ".join(f"{100 * row.kept_fraction:.3g}" for row in result.layers)
             certificate = result.certificate
             print(
-                f"| {kept:g} % | {inputs} | {shares} | {error_rate(result.model, test):.2f} | {certificate.bound:.4g} "
+                f"| {kept:g} % | {inputs} | {how} | {shares} | {error_rate(result.model, test):.2f} | {certificate.bound:.4g} "
                 f"| {certificate.measured:.3g} | {result.seconds:.1f} |",
                 flush=True,
             )

@@ -20,7 +20,7 @@ FLOORS = [
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "journal", "resume"},
     {"calibrate", "wide"},
-    {"gather"},
+    {"gather", "preconditioning"},
     {"chain", "allocate", "influence", "streams", "batchnorm", "compensation", "shrinking", "curvature", "retraining"},
     {"bounds", "outlook", "surgery", "forecasting"},
     {"result"},

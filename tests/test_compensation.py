@@ -85,7 +85,7 @@ def test_products_are_those_of_the_jacobian():
     model, data = network(), batches(2, 10)
     masks = {"0.weight": torch.rand(30, 12) < 0.5}
     free = compensation._free(find_layers(model), masks)
-    window = compensation._Window(compensation._Survivors(model, model, free, data), data)
+    window = compensation._Window(compensation._Survivors(model, model, find_layers(model), free, data), data)
     at = window.survivors.at
     v = {name: torch.randn_like(t) * free[name] for name, t in at.items()}
     size = {name: torch.rand_like(t) for name, t in at.items()}

@@ -227,7 +227,7 @@ def test_a_forecast_says_what_will_be_done_and_touches_nothing():
     assert ahead.limit == 100e9 and ahead.peak < 100e9 and ahead.seconds > 0
     assert [stage.name for stage in ahead.stages] == ["count inputs", "moments", "influence", "prune", "measure"]
     assert ahead.groups == (("0", "2", "4"),) and ahead.spilled > 0
-    layerwise = lobs.forecast(model, batches(), Sparsity(0.5, scope="layer"))
+    layerwise = lobs.forecast(model, batches(), Sparsity(0.5, scope="layer"), compensate="layers")
     assert layerwise.groups == () and layerwise.spilled == 0 and layerwise.passes < ahead.passes
     assert "passes over the data" in str(ahead) and "layer '0'" in str(ahead)
     assert ahead.as_dict()["passes"] == ahead.passes

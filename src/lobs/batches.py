@@ -1,19 +1,25 @@
 """The user's batches, read with care: whatever goes wrong while reading says which batch it was.
 
 Data come from user code: a loader may raise in the middle, a network may choke on one batch. Both become one error that
-names the batch and keeps the cause; nothing of ours stays behind on the network.
+names the batch and keeps the cause; nothing of ours stays behind on the network. Where another type or shape would do, it
+says what to write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lobs.errors import CalibrationError, LobsError
+
+_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
+_MISTAKEN = {"uint8", *(str(kind).removeprefix("torch.") for kind in _CASTS)}  # integers may be labels: those stay
 
 
 class Batches:
@@ -45,17 +51,83 @@ def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches"
         raise CalibrationError(
             f"{name} is a {type(batches).__name__}: give a list of batches or a DataLoader; one tensor x is [x]."
         )
+    if isinstance(batches, np.ndarray) and batches.dtype != object:  # an array of tensors can be gone through
+        raise CalibrationError(
+            f"{name} is a numpy array of shape {batches.shape}: write [torch.from_numpy(x)], a list of batches."
+        )
     source = Batches(batches, "calibration" if name == "batches" else name)
     return Batches(list(source)) if again and isinstance(batches, Iterator) else source
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Turn what user code raises into a `CalibrationError` that says what was being done."""
+def told(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
+    """Turn what user code raises into a `CalibrationError` that says what was being done, and a remedy if there is one."""
     try:
         yield
+    except CalibrationError as error:
+        if not (advice := remedy()):
+            raise
+        raise CalibrationError(f"{error} {advice}") from error
     except (LobsError, StopIteration):
         raise
     except Exception as error:
-        text = " ".join(str(error).split())[:500]
-        raise CalibrationError(f"{what} raised {type(error).__name__}: {text}") from error
+        text = f"{what} raised {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        advice = remedy()
+        raise CalibrationError(f"{text.rstrip('.')}. {advice}" if advice else text) from error
+
+
+def remedy_for(run: Callable[[Any], Any], batch: Tensor | Mapping[str, Any], kind: torch.dtype | None) -> str:
+    """What to write for a batch on which a network of type `kind` fails: only what was tried and runs, else nothing."""
+    if _runs(run, batch):  # what fails once and not again is no matter of types and shapes
+        return ""
+    if isinstance(batch, Mapping):
+        return _remedy_by_name(run, batch, kind)
+    code, x = written(batch, kind), _typed(batch, kind)
+    if code != "x" and _runs(run, x):
+        return f"It runs with {code}: the batch is {batch.dtype}, the network {kind}."
+    for place, what in enumerate(("samples", "channels")):
+        if place <= x.dim() and _runs(run, x.unsqueeze(place)):
+            shape = tuple(batch.shape)
+            return f"It runs with {code}.unsqueeze({place}): does the batch, of shape {shape}, lack a dimension of {what}?"
+    return ""
+
+
+def written(value: Any, kind: torch.dtype | None, name: str = "x") -> str:
+    """The code that makes a value a tensor of the network's type; its name alone where it is one, or nothing would do."""
+    if not isinstance(value, Tensor | np.ndarray) or (isinstance(value, np.ndarray) and value.dtype.kind not in "fiub"):
+        return name
+    code = name if isinstance(value, Tensor) else f"torch.from_numpy({name})"
+    return f"{code}.{_CASTS[kind]}()" if kind in _CASTS and _mistaken(value, kind) else code
+
+
+def _remedy_by_name(run: Callable[[Any], Any], batch: Mapping[str, Any], kind: torch.dtype | None) -> str:
+    changes = {name: code for name, value in batch.items() if (code := written(value, kind, name)) != name}
+    if not changes or not _runs(lambda names: run({**batch, **{n: _typed(batch[n], kind) for n in names}}), changes):
+        return ""
+    had = ", ".join(f"'{name}' is {_described(batch[name])}" for name in changes)
+    return f"It runs with {', '.join(changes.values())}: {had}, the network {kind}."
+
+
+def _mistaken(value: Tensor | np.ndarray[Any, Any], kind: torch.dtype) -> bool:
+    """Is a value of a type that is easily had in place of the network's?"""
+    name = str(value.dtype).removeprefix("torch.")
+    return name in _MISTAKEN and f"torch.{name}" != str(kind)
+
+
+def _typed(value: Any, kind: torch.dtype | None) -> Tensor:
+    """What `written` writes, of an array as a copy: torch warns of those that are read-only."""
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+    return tensor.to(kind) if kind in _CASTS and _mistaken(tensor, kind) else tensor
+
+
+def _described(value: Tensor | np.ndarray[Any, Any]) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else f"a numpy array of {value.dtype}"
+
+
+def _runs(run: Callable[[Any], Any], batch: Any) -> bool:
+    try:
+        with torch.no_grad():
+            run(batch)
+    except Exception:  # user code may raise anything
+        return False
+    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from lobs import chain, ledger, linalg
 from lobs.batches import guarded
 from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
 from lobs.distributed import crew
-from lobs.errors import CalibrationError, NumericalWarning, UnsupportedLayerError
+from lobs.errors import CalibrationError, UnsupportedLayerError, caution
 from lobs.layers import Layer, find_layers, watching
 from lobs.ledger import Certificate
 from lobs.problem import Problem
@@ -97,12 +96,12 @@ def _held_out(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> fl
     try:
         found = distances(dense, pruned, batches, ())
     except CalibrationError as error:
-        warnings.warn(f"held_out could not be measured: {error}", NumericalWarning, stacklevel=2)
+        caution(f"held_out could not be measured: {error}")
         return None
     if not found.samples:
-        warnings.warn("held_out has no samples: nothing was measured on it.", NumericalWarning, stacklevel=2)
+        caution("held_out has no samples: nothing was measured on it.")
     elif found.output is not None and not math.isfinite(found.output):
-        warnings.warn("held_out: the networks' outputs there are not finite; are its inputs?", NumericalWarning, stacklevel=2)
+        caution("held_out: the networks' outputs there are not finite; are its inputs?")
     return found.output
 
 

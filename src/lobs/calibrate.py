@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.batches import guarded, told
+from lobs.batches import guarded, remedy_for, told, written
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.journal import Journal
@@ -178,24 +178,44 @@ def _taken_up(journal: Journal, key: str, layers: Sequence[Layer]) -> tuple[Cali
 
 def call(model: nn.Module, batch: Any) -> Any:
     """Run a model on one batch: a tensor, a tuple whose first item is the input, or keyword arguments."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(batch, Mapping):
-        given = {k: v.to(device, copy=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        with told(f"running the network on a batch of {', '.join(map(str, batch))}"):
-            return model(**given)
+        with told(f"running the network on a batch of {', '.join(map(str, batch))}", partial(_remedy, model, batch)):
+            return _run(model, batch)
     if isinstance(batch, tuple | list):
         if not batch:
             raise CalibrationError("a calibration batch is an empty tuple; its first item should be the input.")
         batch = batch[0]
     if not isinstance(batch, Tensor):
-        raise CalibrationError(
-            f"cannot feed a batch of type {type(batch).__name__}: give a tensor, a tuple whose first item is one, or a "
-            f"mapping of keyword arguments."
-        )
-    # A copy: networks that work in place on their input would spoil it for the next pass.
-    x = batch.to(device, copy=True)
-    with told(f"running the network on a batch of shape {tuple(batch.shape)}"):
-        return model(x)
+        raise CalibrationError(_not_a_tensor(batch, _kind(model)))
+    with told(f"running the network on a batch of shape {tuple(batch.shape)}", partial(_remedy, model, batch)):
+        return _run(model, batch)
+
+
+def _run(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Any:
+    """The network's answer to a copy of a batch: networks that work in place would spoil it for the next pass."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if isinstance(batch, Tensor):
+        return model(batch.to(device, copy=True))
+    return model(**{k: v.to(device, copy=True) if isinstance(v, Tensor) else v for k, v in batch.items()})
+
+
+def _remedy(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> str:
+    """What to write instead of a batch that fails, where the network may be tried: not in training, nor while others wait."""
+    if crew().size > 1 or any(module.training for module in model.modules()):
+        return ""
+    return remedy_for(partial(_run, model), batch, _kind(model))
+
+
+def _kind(model: nn.Module) -> torch.dtype | None:
+    """The type of a network's first floating-point weights."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _not_a_tensor(batch: Any, kind: torch.dtype | None) -> str:
+    what, code = f"cannot feed a batch of type {type(batch).__name__}", written(batch, kind)
+    if code != "x":
+        return f"{what} ({batch.dtype} of shape {batch.shape}) to a network of {kind}: write {code}."
+    return f"{what}: give a tensor, a tuple whose first item is one, or a mapping of keyword arguments."
 
 
 def main_output(out: Any) -> Tensor | None:

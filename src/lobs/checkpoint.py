@@ -7,6 +7,7 @@ of non-zeros, plus the few kept weights that happen to be exactly zero, which th
 from __future__ import annotations
 
 import base64
+import codecs
 import json
 import os
 import zlib
@@ -90,6 +91,8 @@ def save_compact(
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a file written by `save` or `save_compact`, or any safetensors file (then without masks and record)."""
     source = Path(path)
+    if source.is_dir():
+        raise FileError(f"'{source}' is a folder: name a safetensors file in it.")
     if not source.is_file():
         raise FileError(f"there is no file '{source}'.")
     try:
@@ -97,7 +100,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             header = file.metadata() or {}
         state = load_file(str(source))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise FileError(f"'{source}' is not a readable safetensors file: {error}.") from error
+        raise FileError(f"'{source}' is not a readable safetensors file: {_instead(source, error)}") from error
     if header.get("format") == COMPACT:
         return Checkpoint(*read_compact(source, header, state))
     if "layout" in header or "sha256" in header:
@@ -116,6 +119,37 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     except (KeyError, ValueError, TypeError, AttributeError, zlib.error, RecursionError, OverflowError) as error:
         raise FileError(f"'{source}' has a damaged header: {error!r}.") from error
     return Checkpoint(state, masks, record)
+
+
+def _instead(source: Path, error: Exception) -> str:
+    """What a file is that is no safetensors file, and what to do about it, by its first bytes."""
+    try:
+        with source.open("rb") as file:
+            head = file.read(60)
+    except OSError as refused:
+        return f"{refused.strerror}. Who may read it?"
+    if not head:
+        return "it is empty (0 bytes). Write or fetch it again."
+    pickled = head[0] == 0x80 and head[1:2] <= b"\5" and head[8:9] != b"{"  # there the header of a damaged file begins
+    if pickled or head.startswith(b"PK\3\4"):
+        what = "a pickle" if pickled else "a zip archive, as torch.save writes"
+        return (
+            f"it is {what}, and lobs unpickles nothing. Load it in a function of yours and name that as "
+            f"package.module:function, or write its weights with lobs.save('{source.stem}.safetensors', state_dict)."
+        )
+    if (line := _first_line(head)) is not None:
+        return f"it is text that begins '{line}'. Give what `lobs prune --out` wrote."
+    return f"{error}. It is of another kind, or damaged: give what `lobs prune --out` wrote, or write or fetch it again."
+
+
+def _first_line(head: bytes) -> str | None:
+    """The first line of a text by its first bytes; None of what is no text."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last letter may be cut
+    except UnicodeDecodeError:
+        return None
+    printable = all(letter.isprintable() or letter.isspace() for letter in text)
+    return (text.strip().splitlines() or [""])[0] if printable else None
 
 
 def _tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

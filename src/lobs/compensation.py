@@ -3,18 +3,19 @@
 Layers are solved one by one: those behind can mend what a layer leaves over, those before it cannot. Here all survivors θ move
 at once, to the least mean ‖f_θ(x) − f_dense(x)‖²: the compensation of optimal brain surgery (Hassibi and Stork 1993) in
 the whole network's metric instead of each layer's. Gauss–Newton steps: with J = ∂f/∂θ and the residual r, (JᵀJ + λD) δ = −Jᵀr
-is approached by a few conjugate-gradient steps preconditioned by D ≈ diag JᵀJ. Neither J nor JᵀJ is ever formed: a product
-with JᵀJ is one derivative forward and one back. No labels; what the dense network answers is all there is to know.
+is approached by a few conjugate-gradient steps, D ≈ diag JᵀJ, in a metric that knows each row's own part of JᵀJ
+(`preconditioning`). Neither J nor JᵀJ is ever formed: a product with JᵀJ is one derivative forward and one back. No labels;
+what the dense network answers is all there is to know.
 
 Every step sees other batches, and one batch in eight is never worked on: the weights that come nearest to the dense network
-on those are the ones that stay. A step costs some seventy passes over its batches, so large networks go without unless asked.
+on those are the ones that stay. A step costs some forty passes over its batches, so large networks go without unless asked.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -23,24 +24,26 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lobs.calibrate import batch_size, call, evaluating, length, main_output
+from lobs.calibrate import batch_size, call, collect, evaluating, length, main_output
 from lobs.distributed import crew
-from lobs.errors import LobsError
+from lobs.errors import CalibrationError, LobsError
 from lobs.layers import Layer, watching
 from lobs.layers.observing import Handle
+from lobs.preconditioning import Preconditioner, Vector, affordable
 from lobs.progress import track
 
 Compensate: TypeAlias = Literal["layers", "network"]
-Vector: TypeAlias = dict[str, Tensor]  # a number for every weight that may move, by parameter
 
-# Multiply-adds that moving all weights together may take where nobody asked for it: some ten seconds on two cores.
-WORK = 7e11
-_MOST, _INSIDE = 12, 10  # Gauss–Newton steps, and conjugate-gradient steps in each
-_PASSES = 6 * _INSIDE + 8  # forward passes that a step costs as much as
-# Equations to an unknown that a step works on, and the fewest samples; more would be slower and no better.
-_EQUATIONS, _FEWEST = 2.5, 200
+# Multiply-adds that moving all weights together may take where nobody asked for it: some fifteen seconds on two cores.
+WORK = 1.2e12
+_MOST, _INSIDE = 12, 4  # Gauss–Newton steps, and conjugate-gradient steps in each
+PASSES = 6 * _INSIDE + 12  # forward passes that a step costs as much as
+# Equations to an unknown that a step works on, and the fewest samples: fewer are learned by heart.
+_EQUATIONS, _FEWEST = 5.0, 200
+_BLOCKS = 4  # passes that finding a layer's own part of JᵀJ may take as long as
 _KEPT_BACK = 8  # one batch in so many
-_DAMPING, _FLOOR = 0.03, 0.02  # shares of D, and of its mean that is its least
+_TOGETHER = 2**21  # numbers in batches that are joined
+_DAMPING, _FLOOR = 0.1, 0.02  # shares of D, and of its mean that is its least
 _HALVINGS, _PATIENCE = 4, 2  # of a step that does not help; steps that bring nothing before the end
 
 
@@ -79,7 +82,7 @@ def effort(free: int, outputs: float, madds: float, samples: int, work: float | 
     """What is worth doing for so many free weights, outputs and multiply-adds a sample, within `work` multiply-adds in all."""
     wanted = max(_FEWEST, math.ceil(_EQUATIONS * free / max(1.0, outputs)))
     each = min(wanted, samples)
-    cost = _PASSES * madds * each
+    cost = PASSES * madds * each
     steps = _MOST if work is None else min(_MOST, int(work / max(1.0, cost)))
     if steps:
         return Effort(steps, each)
@@ -107,7 +110,7 @@ def compensate(
         return Compensation(reason=f"weights are {str(kind).removeprefix('torch.')}")
     try:
         with evaluating(model), evaluating(dense), _differentiable():
-            return _Survivors(model, dense, free, batches).move(samples, madds, work)
+            return _Survivors(model, dense, layers, free, batches).move(samples, madds, work)
     except _ImpossibleError as error:
         return Compensation(reason=str(error))
 
@@ -119,8 +122,15 @@ class _ImpossibleError(Exception):
 class _Survivors:
     """The weights that may move, as one vector, and how the network's output answers to them."""
 
-    def __init__(self, model: nn.Module, dense: nn.Module, free: Mapping[str, Tensor], batches: Iterable[Any]) -> None:
-        self.network, self.dense, self.batches = _Network(model), dense, batches
+    def __init__(
+        self,
+        model: nn.Module,
+        dense: nn.Module,
+        layers: Sequence[Layer],
+        free: Mapping[str, Tensor],
+        batches: Iterable[Any],
+    ) -> None:
+        self.network, self.dense, self.layers, self.batches = _Network(model), dense, layers, batches
         self.parameters = _parameters(model, free)
         self.free = {name: mask.to(self.parameters[name]) for name, mask in free.items()}
         self.at: Vector = {name: t.detach().clone() for name, t in self.parameters.items()}
@@ -143,6 +153,7 @@ class _Survivors:
         chosen, steps, idle = self.at, 0, 0
         with track("compensate", plan.steps) as advance:
             for turn in range(plan.steps):
+                self.write(self.at)
                 self.at = _Window(self, _some(at_work, share)).step(self.at, turn)
                 now = kept_back.distance(self.at)
                 advance(1)
@@ -152,10 +163,14 @@ class _Survivors:
                 before = min(before, now)
                 if idle == _PATIENCE:
                     break
+        self.write(chosen)
+        return Compensation(steps, first, best, kept_back.samples)
+
+    def write(self, at: Vector) -> None:
+        """Put weights into the network."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(chosen[name])
-        return Compensation(steps, first, best, kept_back.samples)
+                parameter.copy_(at[name])
 
     def answer(self, batch: Any) -> Callable[[Vector], Tensor]:
         """The network's output on a batch as a function of the weights."""
@@ -194,9 +209,9 @@ class _Window:
     """Some batches with the dense network's answers on them."""
 
     def __init__(self, survivors: _Survivors, batches: list[Any]) -> None:
-        self.survivors, self.batches = survivors, batches
+        self.survivors, self.batches = survivors, _merged(batches)
         with torch.no_grad():
-            self.wanted = [_tensor(call(survivors.dense, batch)) for batch in batches]
+            self.wanted = [_tensor(call(survivors.dense, batch)) for batch in self.batches]
         self.samples = round(crew().total(sum(map(batch_size, batches)))[0])
 
     def distance(self, at: Vector) -> float:
@@ -232,11 +247,25 @@ class _Window:
         crew().add(*slope.values(), *squares.values())
         return self._masked(slope), {name: _smoothed(t) for name, t in squares.items()}
 
+    def _metric(self, size: Vector) -> Preconditioner:
+        """What is known of JᵀJ beforehand, from what reaches the layers of the network as it is now."""
+        metric, free = Preconditioner(size), self.survivors.free
+        once = {layer.name: self._uses(layer) for layer in self.survivors.layers}
+        chosen = [layer for layer in self.survivors.layers if affordable(layer, free, _BLOCKS * once[layer.name])]
+        with suppress(CalibrationError):  # these batches may not reach every layer
+            metric.learn(chosen, collect(self.survivors.network.model, self.batches, chosen) if chosen else {}, free)
+        return metric
+
+    def _uses(self, layer: Layer) -> float:
+        """Multiply-adds of a layer on these batches, taken for those of one use a sample."""
+        return float(self.samples * layer.weight.numel())
+
     def _solve(self, at: Vector, slope: Vector, size: Vector) -> Vector:
         """Preconditioned conjugate gradients on (JᵀJ + λD) δ = −Jᵀr."""
+        metric = self._metric(size)
         delta = {name: torch.zeros_like(t) for name, t in at.items()}
         residual = {name: -t for name, t in slope.items()}
-        direction = {name: t / size[name] for name, t in residual.items()}
+        direction = metric(residual)
         energy = first = _dot(residual, direction)
         for _ in range(_INSIDE):
             if energy <= 1e-8 * first:
@@ -246,7 +275,7 @@ class _Window:
             for name in delta:
                 delta[name] += length_ * direction[name]
                 residual[name] -= length_ * image[name]
-            ahead = {name: t / size[name] for name, t in residual.items()}
+            ahead = metric(residual)
             energy, before = _dot(residual, ahead), energy
             direction = {name: t + energy / before * direction[name] for name, t in ahead.items()}
         return delta
@@ -313,6 +342,21 @@ def _some(batches: Iterator[Any], samples: int) -> list[Any]:
         if seen >= samples:
             break
     return found
+
+
+def _merged(batches: list[Any]) -> list[Any]:
+    """Batches of plain tensors joined to larger ones: what a call costs beside its products counts a hundred times here."""
+    merged: list[Any] = []
+    for batch in batches:
+        x = batch[0] if isinstance(batch, tuple | list) else batch
+        last = merged[-1] if merged else None
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            merged.append(batch)
+        elif isinstance(last, Tensor) and last.shape[1:] == x.shape[1:] and last.numel() + x.numel() <= _TOGETHER:
+            merged[-1] = torch.cat([last, x])
+        else:
+            merged.append(x)
+    return merged
 
 
 def _smoothed(squares: Tensor) -> Tensor:

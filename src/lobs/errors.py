@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class LobsError(Exception):
     """Base of every error that `lobs` raises on purpose."""
@@ -53,3 +56,20 @@ class TrainingError(LobsError, ValueError):
 
 class NumericalWarning(UserWarning):
     """The answer stands, but a number had to be helped: it says which and by how much."""
+
+
+def caution(message: str) -> None:
+    """Give a `NumericalWarning` the place where the user's code called `lobs`; a line of ours would say nothing to them.
+
+    Counted frames would not find it: between two of ours there may be frames of torch's or of the standard library's.
+    """
+    place = frame = sys._getframe(1)
+    while frame.f_back is not None:
+        ours = str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
+        frame = frame.f_back
+        place = frame if ours else place
+    scope = place.f_globals
+    registry = scope.setdefault("__warningregistry__", {})  # where Python keeps what has been said here
+    warnings.warn_explicit(
+        message, NumericalWarning, place.f_code.co_filename, place.f_lineno, str(scope.get("__name__")), registry
+    )

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from lobs import memory
 from lobs.batchnorm import find_norms
 from lobs.calibrate import collect, length
+from lobs.compensation import PASSES, Compensate, effort
 from lobs.distributed import crew
 from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
@@ -26,10 +27,11 @@ from lobs.problem import Solver
 from lobs.solvers import ADMM, LOBS, Auto, Columns
 from lobs.solvers.auto import PRODUCT, seconds_of
 from lobs.statistics import weighed
-from lobs.targets import Target, for_layer
+from lobs.targets import Sparsity, Target, for_layer
 
 _ROWS = 2**28  # bytes for the rows that are worked on together
 _SLACK = 1.02  # forecasts are not better than that
+_CALL = 2e-4  # seconds that a small network takes whatever it computes
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,16 @@ def forecast(
     looks: int | None = None,
     damped: bool = False,
     batch_norm: bool = True,
+    compensation: tuple[Compensate, float | None] = ("layers", None),
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
 
     The units' influence is looked at as often, or `looks` times. `target` matters where it is a pattern, which costs what
-    its kind does.
+    its kind does. `compensation` says whether all weights move together in the end, and in how many multiply-adds.
     """
     sequential, moments = inputs != "dense", shared or inputs == "dense"
-    forward, products, paired, work = _looked_at(model, batches, layers)
+    seen = _looked_at(model, batches, layers)
+    forward, products, paired, work = seen.forward, seen.products, seen.paired, seen.bytes
     # Going back, the influence keeps what going forward drops.
     on_the_way = (3 if shared else 1) * work
     fixed = memory.resident() + network_bytes(model) + on_the_way
@@ -136,6 +140,8 @@ def forecast(
     walk = 2 * forward + paired if sequential else 0.0
     norms = batch_norm and bool(find_norms(model))
     stages = tuple(_stages(forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms))
+    if compensation[0] == "network" and seen.batches > 1:
+        stages = (*stages[:-1], *_compensating(seen, layers, target, compensation[1]), stages[-1])
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
@@ -188,8 +194,43 @@ def _stages(
         yield Stage("measure", 2, 2 * forward)
 
 
-def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> tuple[float, float, float, int]:
-    """Seconds of all batches forward, and of the products of all moments in one network and in two; bytes on the way."""
+def _compensating(seen: _Look, layers: Sequence[Layer], target: Target, work: float | None) -> Iterator[Stage]:
+    """Moving all weights together; how many are left is taken from the target where it says so."""
+    left = 0.0
+    for layer in layers:
+        match for_layer(target, layer.name):
+            case Sparsity(fraction=float() as gone):
+                left += (1 - gone) * layer.weight.numel()
+            case None:
+                pass
+            case _:
+                left += 0.1 * layer.weight.numel()
+    plan = effort(round(left), seen.outputs, seen.madds, seen.samples, work)
+    if plan.steps:  # what a step works on stays in memory, so that data are read far less often than networks run
+        read = plan.steps * plan.samples
+        calls = PASSES * read * seen.batches / max(1, seen.samples)
+        yield Stage("compensate", -(-read // max(1, seen.samples)), PASSES * read * seen.madds * PRODUCT / 1e9 + calls * _CALL)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Seconds of all batches forward, and of the products of all moments in one network and in two; bytes on the way.
+
+    Then the number of samples, and for one of them the numbers that come out and the multiply-adds on the way.
+    """
+
+    forward: float
+    products: float
+    paired: float
+    bytes: int
+    batches: int
+    samples: int
+    outputs: float
+    madds: float
+
+
+def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> _Look:
+    """Run the network on the first batch and take the others for its like."""
     first = list(islice(batches, 1))  # a process without data looks on
     for _ in range(2):  # the first time also loads and compiles
         began = time.perf_counter()
@@ -205,7 +246,11 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
         madds += vectors * d**2
         paired += vectors * d * (d + (2 * layer.rows if weighed(layer) else d))
     unit = count * PRODUCT / 1e9
-    return count * took, unit * madds, unit * paired, max(0, most[0] - before)
+    each = max(1, seen.samples)
+    uses = sum(seen.count(layer.name) * layer.uses_per_patch * layer.weight.numel() for layer in layers)
+    outputs = sum(map(sum, seen.outputs)) / each
+    on_the_way = max(0, most[0] - before)
+    return _Look(count * took, unit * madds, unit * paired, on_the_way, count, count * seen.samples, outputs, uses / each)
 
 
 def _first_patches(layer: Layer, x: Tensor) -> None:

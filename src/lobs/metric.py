@@ -8,7 +8,6 @@ other columns cannot explain, which makes "singular" a number a person can read.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lobs import linalg
-from lobs.errors import NumericalWarning, ProblemError
+from lobs.errors import ProblemError, caution
 
 # A column less than this share independent of the others is noise: moments are sums of float32 products.
 _LEAST_INDEPENDENT = 1e-7
@@ -113,8 +112,7 @@ def metrics(
     if helped:
         worst = max(helped, key=lambda g: chosen[g].damping)
         where = f" in {len(helped)} of {len(psi)} groups" if len(psi) > 1 else ""
-        message = _helped(psi[worst], chosen[worst].damping, name, samples, where)
-        warnings.warn(message, NumericalWarning, stacklevel=3)
+        caution(_helped(psi[worst], chosen[worst].damping, name, samples, where))
     return chosen
 
 

@@ -180,6 +180,8 @@ def prune(
         said["batch norm"] = "not re-estimated"
     if outcome.compensation is not None:
         said["compensation"] = str(outcome.compensation)
+    if evaluate is not None and not trials:
+        said["evaluate"] = "not called: it is the score that Budget(max_drop=…) is about"
     if trials:
         said["trials"] = [asdict(trial) for trial in trials]
     return Pruning(
@@ -210,6 +212,7 @@ def forecast(
     prune_bias: bool = False,
     damping: float | None = None,
     batch_norm: bool = True,
+    compensate: Compensate | None = None,
     memory: str | float | None = None,
 ) -> Forecast:
     """What `prune` with these arguments would take: passes over the data, bytes, about how many seconds.
@@ -220,9 +223,11 @@ def forecast(
         model, target, inputs=inputs, layers=layers, skip=skip, passes=passes, prune_bias=prune_bias, damping=damping
     )
     data = guarded(batches)
+    chosen = as_solver(solver)
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
         options = _forecast_options(wanted, passes, damping, batch_norm)
-        return _forecast(model, data, found, as_solver(solver), inputs=inputs, **options)
+        options["compensation"] = _compensation(compensate, chosen, inputs, memory)
+        return _forecast(model, data, found, chosen, inputs=inputs, **options)
 
 
 def check(

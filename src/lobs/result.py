@@ -169,6 +169,8 @@ class Pruning(Account):
             lines.append(str(self.batch_norm))
         if "compensation" in self.settings:
             lines.append(f"compensated {self.settings['compensation']}")
+        if "evaluate" in self.settings:
+            lines.append(f"evaluate was {self.settings['evaluate']}")
         if self.phases:
             spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
             peak = "" if self.peak_bytes is None else f"; at most {self.peak_bytes / 1e6:,.0f} MB of memory"

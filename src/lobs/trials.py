@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -13,7 +12,7 @@ from torch import nn
 from lobs.batches import told
 from lobs.calibrate import evaluating
 from lobs.distributed import crew
-from lobs.errors import LobsError, NumericalWarning
+from lobs.errors import LobsError, caution
 from lobs.job import Job
 from lobs.journal import Journal
 from lobs.outcome import Outcome, run
@@ -71,11 +70,9 @@ def _doubt(trials: list[Trial], dense: float, total: int) -> None:
     """Say so where next to nothing is kept and the score has risen: then it is an error, most likely."""
     least = min(trials, key=lambda trial: trial.kept)
     if least.score > dense and least.kept <= _NEXT_TO_NOTHING * total:
-        warnings.warn(
+        caution(
             f"with {least.kept:,} of {total:,} weights evaluate gives {least.score:.4g}, with all of them {dense:.4g}. "
-            "It must return a score of which more is better; to use an error, return its negative.",
-            NumericalWarning,
-            stacklevel=2,
+            "It must return a score of which more is better; to use an error, return its negative."
         )
 
 

@@ -251,7 +251,11 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "mycode:network", "--bytes", "10"], "what cannot be removed takes"),
         (["eval", "mycode:silent"], "no evaluate function"),
         (["verify", "missing.safetensors"], "there is no file"),
-        (["verify", "mycode.py"], "not a readable safetensors file"),
+        (["verify", "mycode.py"], "not a readable safetensors file: it is text that begins 'import torch'"),
+        (["verify", "lenet300"], "names a network, and this takes a file: `lobs prune lenet300 --keep 10% --out"),
+        (["report", "mycode:network"], "names a network, and this takes a file"),
+        (["retrain", "lenet300", "--out", "x"], "names a network, and this takes a file"),
+        (["eval", "."], "'.' is a folder: name a safetensors file in it"),
         (["train", "resnet"], "There are: lenet300, lenet5"),
     ],
 )
@@ -313,3 +317,108 @@ def test_no_command_writes_over_what_it_reads(tmp_path, monkeypatch):
     for words in (("retrain", file, "--out", "z"), ("iterate", file, "--stages", "5%:3")):
         with pytest.raises(LobsError, match="no labelled training data here"):
             invoke(*words)
+
+
+@pytest.mark.parametrize("command", [["verify"], ["eval"], ["export"], ["export", "--format", "onnx"], ["report"]])
+def test_a_foreign_file_is_called_what_it_is_with_a_way_out(command, tmp_path, monkeypatch):
+    import pickle
+
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("to do: prune")
+    (tmp_path / "noise").write_bytes(bytes(range(200, 0, -1)))
+    (tmp_path / "old.pkl").write_bytes(pickle.dumps({"a": 1}))
+    torch.save({"w": torch.ones(2)}, "new.pth")
+    save_file({"w": torch.ones(2)}, "other.safetensors")
+    words = {
+        "empty": r"is empty \(0 bytes\)\. Write or fetch it again",
+        "folder": "is a folder: name a safetensors file in it",
+        "notes.txt": "is text that begins 'to do: prune'. Give what",
+        "noise": "of another kind, or damaged: give what",
+        "old.pkl": "is a pickle, and lobs unpickles nothing. Load it in a function of yours",
+        "new.pth": r"is a zip archive, as torch.save writes.*lobs.save\('new.safetensors', state_dict\)",
+    }
+    if command != ["export"]:  # which makes any safetensors file smaller
+        words["other.safetensors"] = "lobs prune"
+    for name, said in words.items():
+        with pytest.raises(LobsError, match=said):
+            invoke(*command, name)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["prune"], "missing argument 'NETWORK'. See "),
+        (["retrain", "x"], "missing option '--out'. See "),
+        (["prune", "lenet300", "--kep", "7%"], "no such option: --kep"),
+        (["prune", "lenet300", "--samples", "0"], "invalid value for '--samples'"),
+        (["prune", "lenet300", "--samples", "many"], "invalid value for '--samples'"),
+        (["prune", "lenet300", "--keep"], "option '--keep' requires an argument."),
+        (["eval", "lenet300", "lenet5"], "unexpected extra argument"),
+        (["prun", "lenet300"], "no such command 'prun'. Did you mean 'prune'? See "),
+        (["verify", "--json"], " verify --help."),
+    ],
+)
+def test_a_line_typed_wrong_is_one_clear_line_too_and_exit_code_2(args, message, monkeypatch, capsys):
+    from lobs.cli import common, main
+
+    monkeypatch.setattr(sys, "argv", ["lobs", *args])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # with --json, main replaces both
+    monkeypatch.setattr(common, "output", None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in json.loads(out)["error"] if "--json" in args else not out
+
+
+def test_no_words_at_all_are_answered_by_the_help(monkeypatch, capsys):
+    from lobs.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["lobs"])
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capsys.readouterr()
+    assert "Start with" in out + err and "error" not in err
+
+
+def test_a_result_that_does_not_hold_is_exit_code_1_through_main(tmp_path, monkeypatch, capsys):
+    import lobs
+    from lobs.cli import main
+
+    lobs.save(tmp_path / "x.safetensors", {"w": torch.zeros(2)}, {"w": torch.tensor([True, False])}, {"origin": None})
+    lobs.save(tmp_path / "tuned.safetensors", {"w": torch.ones(2)})
+    monkeypatch.setattr(
+        sys, "argv", ["lobs", "verify", str(tmp_path / "x.safetensors"), "--weights", str(tmp_path / "tuned.safetensors")]
+    )
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1 and "FAIL" in capsys.readouterr().out
+
+
+def test_what_nobody_named_is_not_written_over(tmp_path, monkeypatch):
+    """A default name is refused where something has it; `--out` with that name is the way to say that it may go."""
+    (tmp_path / "mycode.py").write_text(USER_CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "mycode", raising=False)
+    small = ("prune", "mycode:network", "--keep", "50%", "--solver", "magnitude", "--out", "p.safetensors")
+    for _ in range(2):
+        assert invoke(*small).exit_code == 0  # named: the second writes over the first
+    commands = {
+        "report.html": ("report", "p.safetensors", "--no-pictures"),
+        "p.compact.safetensors": ("export", "p.safetensors"),
+        "lenet300.safetensors": ("train", "lenet300", "--epochs", "1"),
+        "lobs-sweep": ("sweep", "mycode:network", "--points", "2"),
+    }
+    for name, words in commands.items():
+        (tmp_path / name).mkdir() if name == "lobs-sweep" else (tmp_path / name).write_text("mine")
+        with pytest.raises(LobsError, match=f"'{name}' is there already: write over it with --out {name}"):
+            invoke(*words)
+    assert (tmp_path / "report.html").read_text() == "mine"
+    for name in ("report.html", "p.compact.safetensors", "lobs-sweep"):
+        assert invoke(*commands[name], "--out", name).exit_code == 0
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") != "mine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -69,23 +69,49 @@ def _version(
         raise typer.Exit
 
 
+# What typer raises for a command line that is wrong: click's class, of which typer exports a child only, and which
+# newer typers keep inside themselves.
+UsageError: Any = typer.BadParameter.__base__
+
+
 def main() -> None:
-    """Run the command; any error is one line and exit code 1, with LOBS_DEBUG=1 the whole traceback."""
+    """Run the command; any error is one line and exit code 1, or 2 if it was typed wrong; LOBS_DEBUG=1 shows the traceback."""
     if "--json" in sys.argv:  # whatever the user's own code prints must not mix with the document
         common.output, sys.stdout = sys.stdout, sys.stderr
     if os.environ.get("WORLD_SIZE", "1") != "1":  # what torch prints of a lost connection would bury our line
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        app()
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing was written\n")
+        code = app(standalone_mode=False)  # else typer would draw boxes around its errors
+        if code == 130:  # typer's word for Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("interrupted\n")
         sys.exit(130)
+    except UsageError as error:
+        if len(sys.argv) == 1:
+            error.show()  # nothing was asked for: it is the help
+        else:
+            _fail(_usage(error))
+        sys.exit(2)
     except Exception as error:
         if os.environ.get("LOBS_DEBUG"):
             raise
         ours = isinstance(error, LobsError)
         text = str(error) if ours else f"{type(error).__name__}: {' '.join(str(error).split())} (LOBS_DEBUG=1 shows where)"
-        sys.stderr.write(f"error: {text}\n")
-        if common.output is not None:
-            common.print_json({"error": text})
+        _fail(text)
         sys.exit(1)
+
+
+def _usage(error: Any) -> str:
+    """What typer says of a command line, in a line of our kind."""
+    text = " ".join(error.format_message().split())
+    end = "" if text.endswith((".", "?")) else "."
+    command = "lobs" if error.ctx is None else error.ctx.command_path
+    return f"{text[:1].lower()}{text[1:]}{end} See {command} --help."
+
+
+def _fail(text: str) -> None:
+    sys.stderr.write(f"error: {text}\n")
+    if common.output is not None:
+        common.print_json({"error": text})

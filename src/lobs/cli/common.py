@@ -147,6 +147,13 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def unclaimed(out: Path | None, default: Path) -> Path:
+    """Where to write: over anything that `--out` names; without it over nothing, for nobody has named what would be lost."""
+    if out is None and default.exists():
+        raise FileError(f"'{default}' is there already: write over it with --out {default}, or give --out another name.")
+    return out or default
+
+
 def distinct(path: Path | None, option: str, *others: Path | None) -> None:
     """Refuse to write over what is read or written by the same command."""
     if path is not None and any(other is not None and path.resolve() == other.resolve() for other in others):

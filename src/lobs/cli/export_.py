@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, distinct, file_of, print_json, print_table, say, writable
+from lobs.cli.common import (
+    JsonOption,
+    SubjectArgument,
+    TrustOption,
+    distinct,
+    file_of,
+    print_json,
+    print_table,
+    say,
+    unclaimed,
+    writable,
+)
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -34,7 +45,7 @@ def export(
         raise LobsError(f"--format {form} is unknown. There are: {', '.join(FORMATS)}.")
     if form != "compact" and values != "same":
         raise LobsError(f"--values {values} goes with --format compact; {form} files hold the values as they are.")
-    target = out or Path(Path(network.replace(":", "-")).stem + FORMATS[form])
+    target = unclaimed(out, Path(Path(network.replace(":", "-")).stem + FORMATS[form]))
     distinct(writable(target), "--out", file_of(network))
     if form == "compact":
         _compact(network, target, values, trust, json)

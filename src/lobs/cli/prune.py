@@ -161,6 +161,7 @@ def prune(
                 "prune_bias": prune_bias,
                 "damping": damping,
                 "batch_norm": batch_norm,
+                "compensate": compensate,
             }
             ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
             print_json(ahead.as_dict()) if json else say(str(ahead))

@@ -57,9 +57,10 @@ def retrain(
     """
     distinct(writable(out), "--out", file)
     from lobs import checkpoint
-    from lobs.cli.subject import open_subject
+    from lobs.cli.subject import open_subject, require_file
     from lobs.retraining import retrain as run
 
+    require_file(file)
     saved = checkpoint.load(file)
     if not saved.masks:
         raise LobsError(f"'{file}' holds no masks: there are no zeros to keep. Make it with `lobs prune --out`.")

@@ -74,7 +74,18 @@ def open_subject(spec: str, samples: int | None = None, *, trust: bool = False) 
         return _from_file(spec, samples, trust)
     if ":" in spec:
         return _from_function(spec, samples)
+    if spec and Path(spec).is_dir():
+        raise FileError(f"'{spec}' is a folder: name a safetensors file in it.")
     raise FileError(f"'{spec}' is neither a zoo network ({', '.join(zoo.ZOO)}), nor a file, nor package.module:function.")
+
+
+def require_file(path: Path) -> None:
+    """Refuse the name of a network where a command takes what was saved of one."""
+    if not path.exists() and (str(path) in zoo.ZOO or ":" in path.name):
+        raise FileError(
+            f"'{path}' names a network, and this takes a file: `lobs prune {path} --keep 10% --out small.safetensors` "
+            f"writes one."
+        )
 
 
 def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = "") -> None:

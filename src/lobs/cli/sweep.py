@@ -22,6 +22,7 @@ from lobs.cli.common import (
     print_json,
     print_table,
     say,
+    unclaimed,
 )
 from lobs.files import make_folder
 
@@ -39,7 +40,7 @@ def sweep(
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
-    out: Annotated[Path, typer.Option(help="Folder for sweep.csv and sweep.png.")] = Path("lobs-sweep"),
+    out: Annotated[Path | None, typer.Option(help="Folder for sweep.csv and sweep.png; lobs-sweep by default.")] = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -55,7 +56,7 @@ def sweep(
         raise TargetError(f"--by {by}: use ratio or epsilon.")
     if not 0 <= first < last or (by == "ratio" and last > 1):
         raise TargetError(f"--start {first:g} --stop {last:g}: start must come before stop, and a ratio ends at 1.")
-    makeable(out)
+    folder = makeable(unclaimed(out, Path("lobs-sweep")))
 
     from lobs.cli.subject import open_subject
     from lobs.sweep import inflection
@@ -79,7 +80,7 @@ def sweep(
         )
     knee = inflection(found)
     dense = subject.score(subject.model)
-    target = make_folder(out)
+    target = make_folder(folder)
     written = [str(_write_csv(target / "sweep.csv", found, knee))]
     picture = _write_png(target / "sweep.png", found, knee, dense, f"{subject.title}, {solver}", subject.metric)
     written += [str(picture)] if picture else []

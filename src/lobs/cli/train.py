@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, print_json, say, writable
+from lobs.cli.common import JsonOption, print_json, say, unclaimed, writable
 
 
 def train(
@@ -35,8 +35,8 @@ def train(
     if entry.recipe is None:
         raise LobsError(f"{entry.title} is not trained here: ImageNet takes days. {entry.source}")
     recipe = entry.recipe if epochs is None else replace(entry.recipe, epochs=epochs)
-    target = writable(out or Path(f"{network}.safetensors"))
-    assert target is not None
+    target = unclaimed(out, Path(f"{network}.safetensors"))
+    writable(target)
     data = sets.load(entry.data, "train")
     assert isinstance(data, LabelledImages)
     began = time.perf_counter()

@@ -30,17 +30,21 @@ def verify(
     Examples: `lobs verify lobs-demo/lenet300-7pct.safetensors`; `lobs verify pruned.safetensors --weights tuned.safetensors`
     """
     from lobs import checkpoint
+    from lobs.cli.subject import require_file
     from lobs.errors import FileError
     from lobs.result import changed_since
     from lobs.verify import verify_masks
 
+    require_file(file)
     saved = checkpoint.load(file)
     if saved.record.get("shrunk"):
         raise FileError(
             f"'{file}' was shrunk: what was removed is gone, and no zeros are left to check. Verify what it was made of."
         )
     if not saved.masks:
-        raise FileError(f"'{file}' holds no masks: it was not written by lobs prune.")
+        raise FileError(
+            f"'{file}' holds no masks, so that there are no zeros to check. Give what `lobs prune --out` or Pruning.save wrote."
+        )
     findings = verify_masks(saved)
     skipped = ""
     if weights is not None:
