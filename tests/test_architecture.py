@@ -21,6 +21,7 @@ FLOORS = [
     {"solvers", "journal", "resume"},
     {"calibrate", "wide"},
     {"gather", "preconditioning"},
+    {"gauss_newton"},
     {"chain", "allocate", "influence", "streams", "batchnorm", "compensation", "shrinking", "curvature", "retraining"},
     {"bounds", "outlook", "surgery", "forecasting"},
     {"result"},

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 
 import lobs
-from lobs import compensation
+from lobs import compensation, gauss_newton
 from lobs.compensation import Compensation, compensate, effort
 from lobs.layers import find_layers
 
@@ -85,7 +85,7 @@ def test_products_are_those_of_the_jacobian():
     model, data = network(), batches(2, 10)
     masks = {"0.weight": torch.rand(30, 12) < 0.5}
     free = compensation._free(find_layers(model), masks)
-    window = compensation._Window(compensation._Survivors(model, model, find_layers(model), free, data), data)
+    window = gauss_newton.Window(gauss_newton.Survivors(model, model, find_layers(model), free), data)
     at = window.survivors.at
     v = {name: torch.randn_like(t) * free[name] for name, t in at.items()}
     size = {name: torch.rand_like(t) for name, t in at.items()}
@@ -95,7 +95,7 @@ def test_products_are_those_of_the_jacobian():
     found = window._curved(at, v, size)
     for name, j in jacobians.items():
         expected = torch.einsum("nok,no->k", j.flatten(2), moved).view_as(v[name]) / 20
-        expected = (expected + compensation._DAMPING * size[name] * v[name]) * free[name]
+        expected = (expected + gauss_newton._DAMPING * size[name] * v[name]) * free[name]
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
 
 

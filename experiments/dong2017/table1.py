@@ -119,7 +119,7 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
 
 
 def once(
-    solver: str | None, keep: str | float, iterations: int, *, original_rate: bool = False
+    solver: str | None, keep: str | float, iterations: int, *, original_rate: bool = False, **pruning: Any
 ) -> Callable[[Lab, Row], dict[str, Any]]:
     """Prune once, by the paper's fractions ("paper"), Han's ("han") or one number, then retrain; no solver means the defaults."""
 
@@ -128,7 +128,7 @@ def once(
         tables = {"paper": zoo.entry(row.network).paper_kept, "han": HAN.get(row.network, {})}
         target = _kept(tables[keep]) if isinstance(keep, str) else Sparsity(1 - keep)
         options: dict[str, Any] = {} if solver is None else {"solver": solver, "inputs": "dense"}
-        cut = lobs.prune(who.model, who.calibration(lab), target, progress=False, **options)
+        cut = lobs.prune(who.model, who.calibration(lab), target, progress=False, **options, **pruning)
         found = _after(
             who, lab, cut.model, cut.masks, cut.kept_fraction, prune_seconds=round(cut.seconds, 1), settings=cut.settings
         )
@@ -196,6 +196,7 @@ ROWS = [
     Row("lenet300/exact", "exact, the paper's CRs", _L3, None, once("exact", "paper", 0)),
     Row("lenet300/exact-light", "exact, light retraining", _L3, None, once("exact", "paper", 510)),
     Row("lenet300/default", "default, 7 %", _L3, None, once(None, 0.07, 0)),
+    Row("lenet300/by-layer", "default, 7 %, each layer by itself", _L3, None, once(None, 0.07, 0, compensate="layers")),
     Row("lenet300/default-light", "default, 7 %, light retraining", _L3, None, once(None, 0.07, 510)),
     Row("lenet300/default-1.5", "default, 1.5 %", _L3, None, once(None, 0.015, 0)),
     Row("lenet300/ours-1.5", "shared budget, 1.5 %, one stage", _L3, None, staged((643,), keep=0.015)),
@@ -211,6 +212,7 @@ ROWS = [
     Row("lenet5/exact", "exact, the paper's CRs", _L5, None, once("exact", "paper", 0)),
     Row("lenet5/exact-light", "exact, light retraining", _L5, None, once("exact", "paper", 740)),
     Row("lenet5/default", "default, 7 %", _L5, None, once(None, 0.07, 0)),
+    Row("lenet5/by-layer", "default, 7 %, each layer by itself", _L5, None, once(None, 0.07, 0, compensate="layers")),
     Row("lenet5/default-light", "default, 7 %, light retraining", _L5, None, once(None, 0.07, 740)),
     Row("lenet5/default-0.9", "default, 0.9 %", _L5, None, once(None, 0.009, 0)),
     Row("lenet5/ours-0.9", "shared budget, 0.9 %, one stage", _L5, None, staged((841,), keep=0.009)),

@@ -17,10 +17,11 @@ from torch.nn.parameter import is_lazy
 from lobs import memory
 from lobs.batchnorm import find_norms
 from lobs.calibrate import collect, length
-from lobs.compensation import PASSES, Compensate, effort
+from lobs.compensation import Compensate, effort
 from lobs.distributed import crew
 from lobs.errors import LobsError
 from lobs.gather import moment_bytes, passes
+from lobs.gauss_newton import PASSES
 from lobs.layers import Layer, watching
 from lobs.memory import spelled
 from lobs.problem import Solver

@@ -1,0 +1,226 @@
+"""Gauss–Newton steps on a network's output over the weights that may move, without ever forming a Jacobian.
+
+With J = ∂f/∂θ and the residual r = f_θ − f_dense, a step δ approaches (JᵀJ + λD) δ = −Jᵀr by conjugate gradients. A product
+with JᵀJ is one derivative forward and one back; D ≈ diag JᵀJ comes from products with random signs v, E[(Jᵀv)²] = diag JᵀJ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lobs.calibrate import batch_size, call, collect, main_output
+from lobs.distributed import crew
+from lobs.errors import CalibrationError
+from lobs.layers import Layer, watching
+from lobs.layers.observing import Handle
+from lobs.preconditioning import Preconditioner, Vector, affordable
+
+INSIDE = 4  # conjugate-gradient steps
+PASSES = 6 * INSIDE + 12  # forward passes that a step costs as much as
+_DAMPING, _FLOOR = 0.1, 0.02  # shares of D, and of its mean that is its least
+_HALVINGS = 4  # of a step that does not help
+_BLOCKS = 4  # passes that finding a layer's own part of JᵀJ may take as long as
+_TOGETHER = 2**21  # numbers in batches that are joined
+_TINY = 1e-300
+
+
+class ImpossibleError(Exception):
+    """Why this network's weights cannot be moved together."""
+
+
+class Survivors:
+    """The weights that may move, as one vector, and how the network's output answers to them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dense: nn.Module,
+        layers: Sequence[Layer],
+        free: Mapping[str, Tensor],
+    ) -> None:
+        self.network, self.dense, self.layers = _Network(model), dense, layers
+        self.parameters = parameters_of(model, free)
+        self.free = {name: mask.to(self.parameters[name]) for name, mask in free.items()}
+        self.at: Vector = {name: t.detach().clone() for name, t in self.parameters.items()}
+
+    def write(self, at: Vector) -> None:
+        """Put weights into the network."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(at[name])
+
+    def answer(self, batch: Any) -> Callable[[Vector], Tensor]:
+        """The network's output on a batch as a function of the weights."""
+        return lambda at: self.network.answer(at, batch)
+
+    def try_out(self, batch: Any) -> int:
+        """How many numbers the network gives for a batch; raises where it cannot be differentiated there."""
+        still = {name: torch.zeros_like(t) for name, t in self.at.items()}
+        out: Tensor = jvp(self.answer(batch), (self.at,), (still,))[0]
+        vjp(self.answer(batch), self.at)[1](torch.zeros_like(out))
+        return out.numel()
+
+
+class Window:
+    """Some batches with the dense network's answers on them."""
+
+    def __init__(self, survivors: Survivors, batches: list[Any]) -> None:
+        self.survivors, self.batches = survivors, _merged(batches)
+        with torch.no_grad(), crew().agree():
+            self.wanted = [_tensor(call(survivors.dense, batch)) for batch in self.batches]
+        self.samples = round(crew().total(sum(map(batch_size, batches)))[0])
+
+    def distance(self, at: Vector) -> float:
+        """Root mean square distance of the output from the dense one's."""
+        total = 0.0
+        with torch.no_grad(), crew().agree():
+            for batch, wanted in zip(self.batches, self.wanted, strict=True):
+                total += float((self.survivors.answer(batch)(at) - wanted).to(torch.float64).square().sum())
+        return math.sqrt(crew().total(total)[0] / max(1, self.samples))
+
+    def step(self, at: Vector, turn: int) -> Vector:
+        """One damped Gauss–Newton step, shortened until it helps on these batches; `at` itself if it never does."""
+        slope, size = self._slope(at, turn)
+        delta = self._solve(at, slope, size)
+        here = self.distance(at)
+        for halving in range(_HALVINGS + 1):
+            there = {name: t + delta[name] * 0.5**halving for name, t in at.items()}
+            if self.distance(there) < here:
+                return there
+        return at
+
+    def _slope(self, at: Vector, turn: int) -> tuple[Vector, Vector]:
+        """Half the gradient, Jᵀr, and D ≈ diag JᵀJ: squares of products with random signs, a row's mean times a column's."""
+        generator = torch.Generator().manual_seed(1000 * turn + crew().rank)
+        slope, squares = ({name: torch.zeros_like(t) for name, t in at.items()} for _ in range(2))
+        with crew().agree():
+            for batch, wanted in zip(self.batches, self.wanted, strict=True):
+                out, back = vjp(self.survivors.answer(batch), at)[:2]
+                signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+                for name, t in back(out - wanted)[0].items():
+                    slope[name] += t / self.samples
+                for name, t in back(signs)[0].items():
+                    squares[name] += t.square() / self.samples
+        crew().add(*slope.values(), *squares.values())
+        return self._masked(slope), {name: _smoothed(t) for name, t in squares.items()}
+
+    def _metric(self, size: Vector) -> Preconditioner:
+        """What is known of JᵀJ beforehand, from what reaches the layers of the network as it is now."""
+        metric, free = Preconditioner(size), self.survivors.free
+        once = {layer.name: self._uses(layer) for layer in self.survivors.layers}
+        chosen = [layer for layer in self.survivors.layers if affordable(layer, free, _BLOCKS * once[layer.name])]
+        with suppress(CalibrationError):  # these batches may not reach every layer
+            metric.learn(chosen, collect(self.survivors.network.model, self.batches, chosen) if chosen else {}, free)
+        return metric
+
+    def _uses(self, layer: Layer) -> float:
+        """Multiply-adds of a layer on these batches, taken for those of one use a sample."""
+        return float(self.samples * layer.weight.numel())
+
+    def _solve(self, at: Vector, slope: Vector, size: Vector) -> Vector:
+        """Preconditioned conjugate gradients on (JᵀJ + λD) δ = −Jᵀr."""
+        metric = self._metric(size)
+        delta = {name: torch.zeros_like(t) for name, t in at.items()}
+        residual = {name: -t for name, t in slope.items()}
+        direction = metric(residual)
+        energy = first = _dot(residual, direction)
+        for _ in range(INSIDE):
+            if energy <= 1e-8 * first:
+                break
+            image = self._curved(at, direction, size)
+            length_ = energy / max(_dot(direction, image), _TINY)
+            for name in delta:
+                delta[name] += length_ * direction[name]
+                residual[name] -= length_ * image[name]
+            ahead = metric(residual)
+            energy, before = _dot(residual, ahead), energy
+            direction = {name: t + energy / before * direction[name] for name, t in ahead.items()}
+        return delta
+
+    def _curved(self, at: Vector, v: Vector, size: Vector) -> Vector:
+        """(JᵀJ + λD) v."""
+        image = {name: torch.zeros_like(t) for name, t in at.items()}
+        with crew().agree():
+            for batch in self.batches:
+                answer = self.survivors.answer(batch)
+                moved = jvp(answer, (at,), (v,))[1]
+                for name, t in vjp(answer, at)[1](moved)[0].items():
+                    image[name] += t / self.samples
+        crew().add(*image.values())
+        return self._masked({name: t + _DAMPING * size[name] * v[name] for name, t in image.items()})
+
+    def _masked(self, vector: Vector) -> Vector:
+        return {name: t * self.survivors.free[name] for name, t in vector.items()}
+
+
+class _Network(nn.Module):
+    """A network that takes one of the user's batches, as `call` does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        return _tensor(call(self.model, batch))
+
+    def answer(self, at: Vector, batch: Any) -> Tensor:
+        """The output with these weights in place of the network's own."""
+        out: Tensor = functional_call(self, {f"model.{name}": t for name, t in at.items()}, (batch,))
+        return out
+
+
+def _tensor(answer: Any) -> Tensor:
+    out = main_output(answer)
+    if out is None:
+        raise ImpossibleError("the network returns no floating-point tensor")
+    return out
+
+
+def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """A network's parameters under these names, of which several may be one."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    return {name: known[name] for name in names}
+
+
+def _merged(batches: list[Any]) -> list[Any]:
+    """Batches of plain tensors joined to larger ones: what a call costs beside its products counts a hundred times here."""
+    merged: list[Any] = []
+    for batch in batches:
+        x = batch[0] if isinstance(batch, tuple | list) else batch
+        last = merged[-1] if merged else None
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            merged.append(batch)
+        elif isinstance(last, Tensor) and last.shape[1:] == x.shape[1:] and last.numel() + x.numel() <= _TOGETHER:
+            merged[-1] = torch.cat([last, x])
+        else:
+            merged.append(x)
+    return merged
+
+
+def _smoothed(squares: Tensor) -> Tensor:
+    """One look at every number is noise, but rows and columns have means; none is taken for dead."""
+    if squares.dim() > 1:
+        lines = squares.flatten(1)
+        total = lines.sum().clamp_min(torch.finfo(lines.dtype).tiny)
+        squares = (lines.sum(dim=1, keepdim=True) * (lines.sum(dim=0, keepdim=True) / total)).view_as(squares)
+    mean = squares.mean()
+    return squares + _FLOOR * mean if mean > 0 else torch.ones_like(squares)
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return float(sum((a[name].to(torch.float64) * b[name]).sum() for name in a))
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Without the fused kernels of attention, which cannot be differentiated forward."""
+    with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH):
+        yield
