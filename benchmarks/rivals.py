@@ -1,7 +1,7 @@
 """Same Ψ, same weights, same count: `auto` against ADMM with conjugate gradients and the shared-column-order sweep.
 
 python -m benchmarks.rivals [--sparsity 0.5 0.7 0.9 0.95] [--layers DIR] [--start 0.1 0.03] [--repeat 3]
-python -m benchmarks.rivals --costs [--layers DIR]    is the start that `auto` chooses the cheaper one? What does a round take?
+python -m benchmarks.rivals --costs [--layers DIR]    what do the starts and a round of swaps take, beside the cost model?
 
 Layers: all of LeNet-300-100 and LeNet-5, and every DIR/*.safetensors with tensors `weight` (rows, d) and `moment` (d, d)
 (`python -m benchmarks.layer_files` writes them for ResNet-50). ADMM is run from each of the given first penalties (0.1 is the
@@ -91,7 +91,7 @@ def _sweep(weight: Tensor, moment: Tensor, sparsity: float, protected: int) -> T
 
 def check_costs(folder: Path | None) -> None:
     """Seconds of both starts, and of a round of swaps at 50 and 90 %, beside what the cost model says."""
-    print("| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | chosen | by the rule | round, s | predicted |")
+    print("| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | start by ε | by rule | round, s | predicted |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, weight, moment, bias in problems(folder):
         problem = Problem(weight, moment, bias_column=bias, name=name)

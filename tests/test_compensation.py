@@ -165,13 +165,67 @@ def test_what_cannot_be_done_is_said_and_the_layers_own_answer_stands():
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(12, 30), _Odd(), nn.Linear(30, 5)).eval(), batches()
     target = lobs.Sparsity(0.8, scope="layer")  # a shared budget goes back through the network
-    alone, together = (lobs.prune(model, data, target, compensate=how, progress=False) for how in ("layers", "network"))
+    alone = lobs.prune(model, data, target, compensate="layers", progress=False)
+    with pytest.warns(lobs.NumericalWarning, match="weights were left layer by layer"):
+        together = lobs.prune(model, data, target, compensate="network", progress=False)
     assert "cannot be differentiated forward and back" in together.settings["compensation"]
     assert all(torch.equal(a, b) for a, b in zip(alone.model.parameters(), together.model.parameters(), strict=True))
 
 
 def test_one_batch_is_too_few():
-    assert "two batches" in cut(network(), batches(1), compensate="network").settings["compensation"]
+    assert "two batches" in cut(network(), batches(1)).settings["compensation"]
+
+
+def test_batches_without_samples_end():
+    assert "compensation" in cut(network(), [torch.empty(0, 12), batches(1)[0]]).settings
+    assert "nothing" in cut(network(), [batches(1)[0], torch.empty(0, 12)]).settings["compensation"]
+
+
+def test_what_is_kept_back_does_not_come_again_in_another_order():
+    class Shuffled:
+        def __init__(self, data):
+            self.data, self.passes = data, 0
+
+        def __len__(self):
+            return len(self.data)
+
+        def __iter__(self):
+            self.passes += 1
+            order = torch.randperm(200, generator=torch.Generator().manual_seed(self.passes))
+            return iter(torch.cat(self.data)[order].split(50))
+
+    model, data = network(), batches(4)
+    steady = list(compensation._steady(data, 10))
+    assert all(a is b for a, b in zip(steady, data, strict=True))
+    once = compensation._steady(Shuffled(data), 200)
+    assert torch.equal(torch.cat(list(once)), torch.cat(list(once))) and len(torch.cat(list(once)).unique(dim=0)) == 200
+    pruned = cut(model, data, compensate="layers")
+    moved = copy.deepcopy(pruned.model)
+    effect = compensate(moved, model, Shuffled(data), find_layers(moved), pruned.masks, samples=200, madds=1e3, work=None)
+    assert effect.kept_back == 50 and effect.after <= effect.before
+
+
+def test_batches_are_joined_only_where_that_makes_no_difference():
+    x = [torch.randn(6, 4, 8) for _ in range(2)]
+    first = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    second = nn.TransformerEncoderLayer(8, 2, 16, batch_first=False).eval()
+    with torch.no_grad():
+        assert gauss_newton.separable(first, x) and gauss_newton.separable(first, [(y, 1) for y in x])
+        assert not gauss_newton.separable(second, x)
+        assert not gauss_newton.separable(nn.BatchNorm1d(4, track_running_stats=False).eval(), x)
+        assert not gauss_newton.separable(first, x[:1])
+        assert not gauss_newton.separable(nn.Flatten(0), [torch.randn(6, 4), torch.randn(6, 5)])
+
+
+def test_an_output_that_is_not_finite_is_no_reason_to_move():
+    class Masked(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + torch.tensor([0.0, 0.0, 0.0, 0.0, -torch.inf])
+
+    torch.manual_seed(0)
+    model = Masked(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 5)).eval()
+    result = lobs.prune(model, batches(), lobs.Sparsity(0.5, scope="layer"), progress=False)
+    assert "nothing on the batches kept back" in result.settings["compensation"]
 
 
 @pytest.mark.parametrize(

@@ -205,3 +205,24 @@ def test_a_layer_that_runs_less_often_once_others_are_pruned_is_named():
     with pytest.raises(lobs.LobsError, match=r"layer 'b' runs 2 times .* 1 times once .* inputs='dense'"):
         lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="asymmetric", progress=False)
     lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="dense", progress=False)
+
+
+class _Constants(nn.Sequential):
+    """Makes a constant and assigns a buffer in `forward`, which tracing would leave on the network."""
+
+    def __init__(self, *modules):
+        super().__init__(*modules)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = x.sum() * 0 + 1
+        return super().forward(x) + torch.tensor([0.0, 1.0, 2.0])
+
+
+def test_tracing_leaves_nothing_on_the_network():
+    torch.manual_seed(0)
+    model = _Constants(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    before = {*vars(model)}
+    result = lobs.prune(model, [torch.randn(40, 6) for _ in range(3)], 0.5, progress=False)
+    assert {*vars(model)} == before and isinstance(model.seen, torch.Tensor)
+    assert result.kept == 36 and isinstance(result.model.seen, torch.Tensor)

@@ -53,7 +53,8 @@ def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches"
         )
     if isinstance(batches, np.ndarray) and batches.dtype != object:  # an array of tensors can be gone through
         raise CalibrationError(
-            f"{name} is a numpy array of shape {batches.shape}: write [torch.from_numpy(x)], a list of batches."
+            f"{name} is a numpy array of {batches.dtype} of shape {batches.shape}: write "
+            f"[{written(batches, torch.float32)}], a list of batches, in the network's type."
         )
     source = Batches(batches, "calibration" if name == "batches" else name)
     return Batches(list(source)) if again and isinstance(batches, Iterator) else source

@@ -12,8 +12,9 @@ on those are the ones that stay. A step costs some forty passes over its batches
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,14 +22,14 @@ from torch import Tensor, nn
 
 from lobs.calibrate import batch_size, evaluating, length
 from lobs.distributed import crew
-from lobs.errors import CrewError, LobsError
-from lobs.gauss_newton import PASSES, ImpossibleError, Survivors, Window, differentiable, parameters_of
+from lobs.errors import LobsError
+from lobs.gauss_newton import PASSES, ImpossibleError, Survivors, Window, differentiable, parameters_of, separable
 from lobs.layers import Layer
 from lobs.progress import track
 
 Compensate: TypeAlias = Literal["layers", "network"]
 
-# Multiply-adds that moving all weights together may take where nobody asked for it: some fifteen seconds on two cores.
+# Multiply-adds that moving all weights together may take where nobody asked for it: some twenty seconds on two cores.
 WORK = 1.2e12
 _MOST = 12  # steps
 # Equations to an unknown that a step works on, and the fewest samples: fewer are learned by heart.
@@ -99,38 +100,45 @@ def compensate(
     if kind is not None:
         return Compensation(reason=f"weights are {str(kind).removeprefix('torch.')}")
     survivors = Survivors(model, dense, layers, free)
-    start = survivors.at
     try:
         with evaluating(model), evaluating(dense), differentiable():
             return _move(survivors, batches, samples, madds, work)
-    except CrewError:
-        raise  # there is nobody left to go on with
-    except (ImpossibleError, LobsError, RuntimeError) as error:  # a network may refuse any of its batches
-        survivors.write(start)
-        return Compensation(reason=" ".join(str(error).split())[:300])
+    except ImpossibleError as error:
+        survivors.write(survivors.at)
+        return Compensation(reason=str(error))
 
 
 def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: float, work: float | None) -> Compensation:
     """Step until nothing more is won on the batches kept back, and leave the network at its best."""
-    count = length(batches)
-    known = crew().hear(count)
-    if None in known or sum(known) < 2 or min(known) < 1:
+    together = crew()
+    known = together.hear(length(batches))
+    if None in known or sum(known) < 2:
         return Compensation(reason="it takes two batches at least, one to be kept back, and a known number of them")
     unknowns = round(sum(float(mask.sum()) for mask in survivors.free.values()))
     plan = effort(unknowns, _outputs_a_sample(survivors, batches), madds, samples, work)
     if plan.reason:
         return Compensation(reason=plan.reason)
-    every = min(_KEPT_BACK, max(count or 0, 2))
-    kept_back = Window(survivors, _some(_stream(batches, lambda i: i % every == every - 1), plan.samples // crew().size))
-    at_work = _stream(batches, lambda i: i % every != every - 1, forever=True)
-    share = min(plan.samples, samples * (every - 1) // every) // crew().size  # once round the data at most
+    every = min(_KEPT_BACK, sum(known))
+    back = [(index * together.size + together.rank) % every == every - 1 for index in range(every)]  # repeats from there on
+    share = -(-min(plan.samples, samples * (every - 1) // every) // together.size)  # once round the data at most
+    with together.agree():
+        batches = _steady(batches, (plan.steps + 1) * share)
+        first_two = list(islice(batches, 2))
+        kept = _some(_stream(batches, back), plan.samples)
+    join = separable(survivors.dense, first_two)
+    kept_back = Window(survivors, kept, join=join)
+    at_work = _stream(batches, [not wanted for wanted in back], forever=True)
     at = chosen = survivors.at
     first = before = best = kept_back.distance(at)
+    if not kept_back.samples or not math.isfinite(first):
+        return Compensation(reason="there is nothing on the batches kept back that could be compared")
     steps = idle = 0
     with track("compensate", plan.steps) as advance:
         for turn in range(plan.steps):
+            with together.agree():
+                some = _some(at_work, share)
             survivors.write(at)
-            at = Window(survivors, _some(at_work, share)).step(at, turn)
+            at = Window(survivors, some, join=join).step(at, turn)
             now = kept_back.distance(at)
             advance(1)
             if now < best:
@@ -139,18 +147,21 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
             before = min(before, now)
             if idle == _PATIENCE:
                 break
+    chosen = {name: t.contiguous() for name, t in chosen.items()}
+    together.tell(*chosen.values())  # so that all processes have the same bits
     survivors.write(chosen)
     return Compensation(steps, first, best, kept_back.samples)
 
 
 def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
     """How many numbers the network gives for one sample; also a first try whether it can be differentiated."""
-    first = next(iter(batches), None)
+    with crew().agree():
+        first = next(iter(batches), None)
     counted, seen, fault = 0, 0, ""
     if first is not None:
         try:
             counted, seen = survivors.try_out(first), batch_size(first)
-        except (LobsError, RuntimeError) as error:
+        except (ImpossibleError, LobsError, RuntimeError) as error:
             fault = " ".join(str(error).split())[:200]
     faults = [word for word in crew().hear(fault) if word]
     if faults:
@@ -159,13 +170,32 @@ def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
     return total / max(1.0, samples)
 
 
-def _stream(batches: Iterable[Any], wanted: Callable[[int], bool], *, forever: bool = False) -> Iterator[Any]:
-    """Those batches whose numbers are wanted, once or for ever."""
+def _steady(batches: Iterable[Any], samples: int) -> Iterable[Any]:
+    """The same batches if they come in the same order each time, else as many as will be needed, read once.
+
+    What is kept back must not come again in another batch.
+    """
+    first, again = (next(iter(batches), None) for _ in range(2))
+    return batches if _same(first, again) else _some(iter(batches), samples)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return not (isinstance(a, Tensor) or isinstance(b, Tensor))
+
+
+def _stream(batches: Iterable[Any], wanted: Sequence[bool], *, forever: bool = False) -> Iterator[Any]:
+    """Those batches whose number, modulo that of `wanted`, is; once, or for as long as they have samples."""
     while True:
-        found = False
+        found = 0
         for index, batch in enumerate(batches):
-            if wanted(index):
-                found = True
+            if wanted[index % len(wanted)]:
+                found += batch_size(batch)
                 yield batch
         if not (forever and found):
             return

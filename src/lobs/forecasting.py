@@ -137,12 +137,13 @@ def forecast(
         if (asked := for_layer(target, layer.name)) is not None
     )
     rounds = rounds if shared else 1
-    looks = (looks or rounds) if shared else 0
+    looks_told, looks = looks, (looks or rounds) if shared else 0
     walk = 2 * forward + paired if sequential else 0.0
     norms = batch_norm and bool(find_norms(model))
     stages = tuple(_stages(forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms))
     if compensation[0] == "network" and seen.batches > 1:
-        stages = (*stages[:-1], *_compensating(seen, layers, target, compensation[1]), stages[-1])
+        runs = rounds if looks_told is not None else 1  # every trial of a largest drop ends with it
+        stages = (*stages[:-1], *_compensating(seen, layers, target, compensation[1], runs), stages[-1])
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 
@@ -195,7 +196,7 @@ def _stages(
         yield Stage("measure", 2, 2 * forward)
 
 
-def _compensating(seen: _Look, layers: Sequence[Layer], target: Target, work: float | None) -> Iterator[Stage]:
+def _compensating(seen: _Look, layers: Sequence[Layer], target: Target, work: float | None, runs: int) -> Iterator[Stage]:
     """Moving all weights together; how many are left is taken from the target where it says so."""
     left = 0.0
     for layer in layers:
@@ -208,7 +209,7 @@ def _compensating(seen: _Look, layers: Sequence[Layer], target: Target, work: fl
                 left += 0.1 * layer.weight.numel()
     plan = effort(round(left), seen.outputs, seen.madds, seen.samples, work)
     if plan.steps:  # what a step works on stays in memory, so that data are read far less often than networks run
-        read = plan.steps * plan.samples
+        read = runs * plan.steps * plan.samples
         calls = PASSES * read * seen.batches / max(1, seen.samples)
         yield Stage("compensate", -(-read // max(1, seen.samples)), PASSES * read * seen.madds * PRODUCT / 1e9 + calls * _CALL)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lobs.calibrate import batch_size, call, collect, main_output
 from lobs.distributed import crew
-from lobs.errors import CalibrationError
+from lobs.errors import CrewError, LobsError
 from lobs.layers import Layer, watching
 from lobs.layers.observing import Handle
 from lobs.preconditioning import Preconditioner, Vector, affordable
@@ -70,18 +70,18 @@ class Survivors:
 
 
 class Window:
-    """Some batches with the dense network's answers on them."""
+    """Some batches with the dense network's answers on them; joined to larger ones where that makes no difference."""
 
-    def __init__(self, survivors: Survivors, batches: list[Any]) -> None:
-        self.survivors, self.batches = survivors, _merged(batches)
-        with torch.no_grad(), crew().agree():
+    def __init__(self, survivors: Survivors, batches: list[Any], *, join: bool = False) -> None:
+        self.survivors, self.batches = survivors, _merged(batches) if join else batches
+        with torch.no_grad(), _running():
             self.wanted = [_tensor(call(survivors.dense, batch)) for batch in self.batches]
         self.samples = round(crew().total(sum(map(batch_size, batches)))[0])
 
     def distance(self, at: Vector) -> float:
         """Root mean square distance of the output from the dense one's."""
         total = 0.0
-        with torch.no_grad(), crew().agree():
+        with torch.no_grad(), _running():
             for batch, wanted in zip(self.batches, self.wanted, strict=True):
                 total += float((self.survivors.answer(batch)(at) - wanted).to(torch.float64).square().sum())
         return math.sqrt(crew().total(total)[0] / max(1, self.samples))
@@ -101,7 +101,7 @@ class Window:
         """Half the gradient, Jᵀr, and D ≈ diag JᵀJ: squares of products with random signs, a row's mean times a column's."""
         generator = torch.Generator().manual_seed(1000 * turn + crew().rank)
         slope, squares = ({name: torch.zeros_like(t) for name, t in at.items()} for _ in range(2))
-        with crew().agree():
+        with _running():
             for batch, wanted in zip(self.batches, self.wanted, strict=True):
                 out, back = vjp(self.survivors.answer(batch), at)[:2]
                 signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
@@ -117,8 +117,12 @@ class Window:
         metric, free = Preconditioner(size), self.survivors.free
         once = {layer.name: self._uses(layer) for layer in self.survivors.layers}
         chosen = [layer for layer in self.survivors.layers if affordable(layer, free, _BLOCKS * once[layer.name])]
-        with suppress(CalibrationError):  # these batches may not reach every layer
+        try:
             metric.learn(chosen, collect(self.survivors.network.model, self.batches, chosen) if chosen else {}, free)
+        except CrewError:
+            raise
+        except LobsError:  # these batches may not reach every layer; what is known already will do
+            return Preconditioner(size)
         return metric
 
     def _uses(self, layer: Layer) -> float:
@@ -133,7 +137,7 @@ class Window:
         direction = metric(residual)
         energy = first = _dot(residual, direction)
         for _ in range(INSIDE):
-            if energy <= 1e-8 * first:
+            if crew().hear(energy <= 1e-8 * first)[0]:  # where digits differ from process to process one must decide
                 break
             image = self._curved(at, direction, size)
             length_ = energy / max(_dot(direction, image), _TINY)
@@ -148,7 +152,7 @@ class Window:
     def _curved(self, at: Vector, v: Vector, size: Vector) -> Vector:
         """(JᵀJ + λD) v."""
         image = {name: torch.zeros_like(t) for name, t in at.items()}
-        with crew().agree():
+        with _running():
             for batch in self.batches:
                 answer = self.survivors.answer(batch)
                 moved = jvp(answer, (at,), (v,))[1]
@@ -159,6 +163,18 @@ class Window:
 
     def _masked(self, vector: Vector) -> Vector:
         return {name: t * self.survivors.free[name] for name, t in vector.items()}
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    """What a network refuses is a reason not to go on, for all processes alike."""
+    try:
+        with crew().agree():
+            yield
+    except (CrewError, ImpossibleError):
+        raise
+    except (LobsError, RuntimeError) as error:
+        raise ImpossibleError(" ".join(str(error).split())[:300]) from error
 
 
 class _Network(nn.Module):
@@ -188,6 +204,27 @@ def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """A network's parameters under these names, of which several may be one."""
     known = dict(model.named_parameters(remove_duplicate=False))
     return {name: known[name] for name in names}
+
+
+def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
+    """Whether a network answers to two batches of tensors joined as it does to each.
+
+    Not so where samples are not the first dimension, or look at each other.
+    """
+    xs = [batch[0] if isinstance(batch, tuple | list) else batch for batch in batches]
+    plain = [x for x in xs if isinstance(x, Tensor) and x.dim() > 1]
+    if len(plain) < 2 or len(plain) < len(xs):
+        return False
+    try:
+        with torch.no_grad():
+            apart = torch.cat([_tensor(call(network, x)) for x in plain])
+            together = _tensor(call(network, torch.cat(plain)))
+    except (ImpossibleError, LobsError, RuntimeError):
+        return False
+    if together.shape != apart.shape or not bool(torch.isfinite(apart).all()):
+        return False
+    size = float(apart.abs().max()) if apart.numel() else 0.0
+    return bool(torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * size))
 
 
 def _merged(batches: list[Any]) -> list[Any]:

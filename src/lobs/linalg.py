@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lobs.errors import ProblemError
 
+# Added to a diagonal of ones until it can be factorised.
+_RIDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 # Columns that are factorised at a time where the rest can be matrix products.
 _PANEL = 32
 # Rows and columns from which a singular value decomposition takes minutes.
@@ -155,9 +157,14 @@ def unexplained(gram: Tensor, support: Tensor) -> Tensor:
     """Which share of every column's energy the (other) columns of a support cannot explain; at least 1e-7."""
     lines = gram.index_select(0, support)
     factor, info = torch.linalg.cholesky_ex(lines.index_select(1, support))
-    if int(info) != 0:
+    if int(info) != 0:  # rounded to float32 a nearly singular matrix may be none: what it lacks is within the rounding
         lines = lines.double()
-        factor = torch.linalg.cholesky(lines.index_select(1, support))
+        for ridge in _RIDGES:
+            square = lines.index_select(1, support)
+            square.diagonal().add_(ridge)
+            factor, info = torch.linalg.cholesky_ex(square)
+            if int(info) == 0:
+                break
     inverse = torch.cholesky_inverse(factor)
     share = gram.diagonal() - (lines * (inverse @ lines)).sum(dim=0)
     share[support] = 1 / inverse.diagonal()

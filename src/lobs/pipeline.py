@@ -18,7 +18,7 @@ from lobs import demands
 from lobs.batches import guarded
 from lobs.compensation import WORK, Compensate
 from lobs.distributed import present, working
-from lobs.errors import LobsError
+from lobs.errors import LobsError, caution
 from lobs.forecasting import Forecast, taken_in_the_end
 from lobs.forecasting import forecast as _forecast
 from lobs.job import Inputs, Job
@@ -87,8 +87,8 @@ def prune(
         batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one.
         compensate: "layers": surviving weights take the values that are best for their own layer. "network": in the end all of
             them move together to where the network's output is nearest to the dense one's, on `batches` and with no labels;
-            needs asymmetric inputs. By default "network" with the default solver on networks so small that this takes
-            seconds. One batch in eight is kept back, and where nothing is won on those the weights stay as they were.
+            needs asymmetric inputs. By default "network" with the default solver on networks so small that this takes about
+            twenty seconds at most. One batch in eight is kept back, and where nothing is won on those the weights stay.
         resume: a folder in which every finished piece of work is kept; if it holds an interrupted run of the same network, data
             and settings, that is taken up and ends with the same bits. The batches must come in the same order each time.
         distributed: share the work with the other processes of torch.distributed's process group, all of which call this with
@@ -179,6 +179,8 @@ def prune(
     elif not batch_norm:
         said["batch norm"] = "not re-estimated"
     if outcome.compensation is not None:
+        if compensate == "network" and outcome.compensation.reason:
+            caution(f"compensate='network': weights were left {outcome.compensation}.")
         said["compensation"] = str(outcome.compensation)
     if evaluate is not None and not trials:
         said["evaluate"] = "not called: it is the score that Budget(max_drop=…) is about"
@@ -282,7 +284,7 @@ def _compensation(
     if asked == "network" and inputs != "asymmetric":
         raise LobsError(
             f"compensate='network' moves weights after their layers' errors on {inputs} inputs were computed: it goes with "
-            f"inputs='asymmetric'."
+            f"inputs='asymmetric', and so with no ErrorBudget."
         )
     if asked == "network" and memory is not None:
         raise LobsError("compensate='network' holds several copies of all weights: leave out memory, or compensate.")

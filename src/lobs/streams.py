@@ -251,9 +251,8 @@ def _traced(
     """The network as traced steps that hold layers; None where it cannot be traced or a layer runs more than once."""
     if any(before.tied or before.root for before, _ in layers):
         return None
-    try:
-        graph = fx.symbolic_trace(dense).graph
-    except Exception:
+    graph = _graph(dense)
+    if graph is None:
         return None
     holding: dict[int, list[tuple[Layer, Layer]]] = {}
     for number, node in enumerate(graph.nodes):
@@ -267,6 +266,31 @@ def _traced(
         return None
     steps = _Steps(dense, pruned, graph, batches)
     return [_Step(steps, number, found) for number, found in holding.items()]
+
+
+def _graph(model: nn.Module) -> fx.Graph | None:
+    """A network's steps; None where it cannot be traced, or not without a trace: what that leaves on it is taken off again.
+
+    Constants made in `forward` become attributes of the network that was traced, which its copy does not have; buffers that
+    `forward` assigns become proxies.
+    """
+    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    graph = None
+    with suppress(Exception):  # whatever the user's forward makes of proxies
+        graph = fx.symbolic_trace(model).graph
+    clean = True
+    for module, own, buffers in before:
+        if not (_same_items(vars(module), own) and _same_items(module._buffers, buffers)):
+            clean = False
+            vars(module).clear()
+            vars(module).update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+    return graph if clean else None
+
+
+def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[key] is value for key, value in b.items())
 
 
 def _spilled(value: Any, shelf: memory.Shelf) -> Any:

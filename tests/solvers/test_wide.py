@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lobs import ADMM, Auto, ErrorBudget, Exact, LobsError, Problem, Refine, Scored, solve
+from lobs import ADMM, Auto, ErrorBudget, Exact, LobsError, NumericalWarning, Problem, Refine, Scored, solve
 from lobs.solvers.admm import _sample
 from lobs.solvers.search import swap
 from lobs.solvers.support import least_squares, on_support, typical_independence
@@ -120,6 +120,16 @@ def test_units_of_equal_cost_find_better_supports(kind, monkeypatch):
     plain = [solve(p, ADMM(), f).error for f in (0.5, 0.8, 0.95)]
     ratios = [a / b for a, b in zip(ours, plain, strict=True)]
     assert ratios[0] < 0.95 and max(ratios) < 1.1
+
+
+@pytest.mark.parametrize("solver", ["auto", "admm"])
+def test_a_moment_that_rounding_makes_indefinite_is_solved(solver):
+    x = torch.randn(10, 200) * torch.logspace(0, -7, 200)
+    y = (x + 10 * x[:, :1]).double()
+    p = Problem(torch.randn(4, 200), y.T @ y / 10)
+    with pytest.warns(NumericalWarning):
+        found = solve(p, solver, 0.02)
+    assert found.removed == 16 and torch.isfinite(found.weight).all()
 
 
 def test_typical_independence_is_that_of_the_rows_looked_at():

@@ -93,7 +93,7 @@ def prune(
         str | None,
         typer.Option(
             help="network: in the end all surviving weights move together, to where the output is nearest to the dense one's; "
-            "layers: they do not. By default network where that takes seconds."
+            "layers: they do not. By default network where that takes some twenty seconds at most."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to save the pruned network (safetensors).")] = None,
