@@ -21,6 +21,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from lobs import linalg
 from lobs.calibrate import evaluating
 from lobs.layers import Conv1dLayer, Conv2dLayer, Conv3dLayer, ConvolutionLayer, Layer, WindowedLayer, all_layers, as_layer
+from lobs.layers.observing import untouched
 from lobs.ledger import Link
 
 
@@ -67,7 +68,7 @@ def links(
     found: list[Link] = []
     layers = {name: layer for layer in all_layers(model) for name in layer.names}
     try:
-        with evaluating(model):  # the mode in which errors were measured, and which a trace bakes in
+        with evaluating(model), untouched(model):  # the mode in which errors were measured, and which a trace bakes in
             for node, shape in _steps(model, example):
                 found.append(_link(model, node, shape, layers, errors, dense or {}))
     except NotAChainError:

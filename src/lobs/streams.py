@@ -25,6 +25,7 @@ from lobs.calibrate import call, evaluating
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
+from lobs.layers.observing import untouched
 from lobs.progress import track
 from lobs.statistics import PairedMoments
 
@@ -269,28 +270,11 @@ def _traced(
 
 
 def _graph(model: nn.Module) -> fx.Graph | None:
-    """A network's steps; None where it cannot be traced, or not without a trace: what that leaves on it is taken off again.
-
-    Constants made in `forward` become attributes of the network that was traced, which its copy does not have; buffers that
-    `forward` assigns become proxies.
-    """
-    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    """A network's steps; None where it cannot be traced, or not without leaving something on it, which its copy lacks."""
     graph = None
-    with suppress(Exception):  # whatever the user's forward makes of proxies
+    with untouched(model) as changed, suppress(Exception):  # whatever the user's forward makes of proxies
         graph = fx.symbolic_trace(model).graph
-    clean = True
-    for module, own, buffers in before:
-        if not (_same_items(vars(module), own) and _same_items(module._buffers, buffers)):
-            clean = False
-            vars(module).clear()
-            vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-    return graph if clean else None
-
-
-def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[key] is value for key, value in b.items())
+    return None if changed else graph
 
 
 def _spilled(value: Any, shelf: memory.Shelf) -> Any:

@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs.calibrate import evaluating
 from lobs.errors import UnsupportedLayerError
+from lobs.layers.observing import untouched
 
 Dense = nn.Linear | nn.Conv2d
 Norm = nn.BatchNorm1d | nn.BatchNorm2d
@@ -87,7 +88,7 @@ class _Shapes(fx.Interpreter):
 def trace(model: nn.Module, example: Tensor) -> Flow:
     """Follow the channels through a network, run once on an example."""
     try:
-        with evaluating(model):
+        with evaluating(model), untouched(model):
             traced = fx.symbolic_trace(model)
             recorder = _Shapes(traced)
             recorder.run(example)
