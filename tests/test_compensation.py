@@ -250,7 +250,7 @@ def test_large_networks_go_without_unless_asked():
 
 def test_what_happened_is_said_in_words():
     assert str(Compensation(reason="weights are float16")) == "layer by layer (weights are float16)"
-    assert "does not help" in str(Compensation(0, 1.0, 1.0, 5))
+    assert "did not help on these batches (output deviation 1 → 1.2 on" in str(Compensation(0, 1.0, 1.0, 5, tried=1.2))
     assert (
         str(Compensation(3, 1.0, 0.5, 500))
         == "all layers together, 3 steps (output deviation 1 → 0.5 on 500 samples kept back)"

@@ -33,7 +33,7 @@ Compensate: TypeAlias = Literal["layers", "network"]
 WORK = 1.2e12
 _MOST = 12  # steps
 # Equations to an unknown that a step works on, and the fewest samples: fewer are learned by heart.
-_EQUATIONS, _FEWEST = 5.0, 200
+_EQUATIONS, _FEWEST = 5.0, 1000
 _KEPT_BACK = 8  # one batch in so many
 _PATIENCE, _WORTH = 2, 0.002  # so many steps that take off less than this share are the end
 
@@ -50,13 +50,15 @@ class Compensation:
     after: float | None = None
     kept_back: int = 0
     reason: str = ""
+    tried: float | None = None  # the least that any step reached
 
     def __str__(self) -> str:
         if self.reason:
             return f"layer by layer ({self.reason})"
-        moved = f"output deviation {self.before:.4g} → {self.after:.4g} on {self.kept_back:,} samples kept back"
+        reached = self.after if self.steps or self.tried is None else self.tried
+        moved = f"output deviation {self.before:.4g} → {reached:.4g} on {self.kept_back:,} samples kept back"
         if not self.steps:
-            return f"layer by layer, since moving all weights together does not help ({moved})"
+            return f"layer by layer, since moving all weights together did not help on these batches ({moved})"
         return f"all layers together, {self.steps} steps ({moved})"
 
 
@@ -113,7 +115,7 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     together = crew()
     known = together.hear(length(batches))
     if None in known or sum(known) < 2:
-        return Compensation(reason="it takes two batches at least, one to be kept back, and a known number of them")
+        return Compensation(reason="give two batches at least, one of which is kept back, in a list or a DataLoader")
     unknowns = round(sum(float(mask.sum()) for mask in survivors.free.values()))
     plan = effort(unknowns, _outputs_a_sample(survivors, batches), madds, samples, work)
     if plan.reason:
@@ -132,7 +134,7 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     first = before = best = kept_back.distance(at)
     if not kept_back.samples or not math.isfinite(first):
         return Compensation(reason="there is nothing on the batches kept back that could be compared")
-    steps = idle = 0
+    steps, idle, tried = 0, 0, math.inf
     with track("compensate", plan.steps) as advance:
         for turn in range(plan.steps):
             with together.agree():
@@ -141,6 +143,7 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
             at = Window(survivors, some, join=join).step(at, turn)
             now = kept_back.distance(at)
             advance(1)
+            tried = min(tried, now)
             if now < best:
                 best, chosen, steps = now, at, turn + 1
             idle = 0 if now < (1 - _WORTH) * before else idle + 1
@@ -150,7 +153,7 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     chosen = {name: t.contiguous() for name, t in chosen.items()}
     together.tell(*chosen.values())  # so that all processes have the same bits
     survivors.write(chosen)
-    return Compensation(steps, first, best, kept_back.samples)
+    return Compensation(steps, first, best, kept_back.samples, tried=tried)
 
 
 def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
