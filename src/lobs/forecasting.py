@@ -137,13 +137,13 @@ def forecast(
         if (asked := for_layer(target, layer.name)) is not None
     )
     rounds = rounds if shared else 1
-    looks_told, looks = looks, (looks or rounds) if shared else 0
+    compensated = 1 if looks is None else rounds  # every trial of a largest drop ends with it
+    looks = (looks or rounds) if shared else 0
     walk = 2 * forward + paired if sequential else 0.0
     norms = batch_norm and bool(find_norms(model))
     stages = tuple(_stages(forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms))
     if compensation[0] == "network" and seen.batches > 1:
-        runs = rounds if looks_told is not None else 1  # every trial of a largest drop ends with it
-        stages = (*stages[:-1], *_compensating(seen, layers, target, compensation[1], runs), stages[-1])
+        stages = (*stages[:-1], *_compensating(seen, layers, target, compensation[1], compensated), stages[-1])
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
 

@@ -115,8 +115,9 @@ class Window:
     def _metric(self, size: Vector) -> Preconditioner:
         """What is known of JᵀJ beforehand, from what reaches the layers of the network as it is now."""
         metric, free = Preconditioner(size), self.survivors.free
-        once = {layer.name: self._uses(layer) for layer in self.survivors.layers}
-        chosen = [layer for layer in self.survivors.layers if affordable(layer, free, _BLOCKS * once[layer.name])]
+        # Multiply-adds of these batches, taken for those of one use a sample.
+        limits = [(layer, _BLOCKS * self.samples * layer.weight.numel()) for layer in self.survivors.layers]
+        chosen = [layer for layer, most in limits if affordable(layer, free, most)]
         try:
             metric.learn(chosen, collect(self.survivors.network.model, self.batches, chosen) if chosen else {}, free)
         except CrewError:
@@ -124,10 +125,6 @@ class Window:
         except LobsError:  # these batches may not reach every layer; what is known already will do
             return Preconditioner(size)
         return metric
-
-    def _uses(self, layer: Layer) -> float:
-        """Multiply-adds of a layer on these batches, taken for those of one use a sample."""
-        return float(self.samples * layer.weight.numel())
 
     def _solve(self, at: Vector, slope: Vector, size: Vector) -> Vector:
         """Preconditioned conjugate gradients on (JᵀJ + λD) δ = −Jᵀr."""

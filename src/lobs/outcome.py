@@ -18,6 +18,7 @@ from lobs.bridge import asymmetric_problem, histogram
 from lobs.compensation import Compensation, compensate
 from lobs.distributed import crew
 from lobs.errors import LobsError
+from lobs.gauss_newton import parameters_of
 from lobs.job import Job, Packed
 from lobs.layers import Layer, find_layers
 from lobs.ledger import Certificate
@@ -178,8 +179,7 @@ class Outcome:
         """Move all surviving weights of some layers together, where that brings the output nearer to the dense one's."""
         job, key, twins = self.job, f"run {self.number} compensation", self.twins()
         layers = [twins[name] for name in names]
-        own = {name for layer in layers for name in layer.parameters()}
-        parameters = {name: t for name, t in self.model.named_parameters(remove_duplicate=False) if name in own}
+        parameters = parameters_of(self.model, {name for layer in layers for name in layer.parameters()})
         saved = job.journal.read(key)
         if saved is not None:
             self.compensation = Compensation(**saved.record["effect"])

@@ -114,11 +114,11 @@ def prune(
     data = guarded(batches)
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     chosen = as_solver(solver)
-    together_or_not, work = _compensation(compensate, chosen, inputs, memory)
+    how, work = _compensation(compensate, chosen, inputs, memory)
     settings = {
         "target": wanted, "solver": chosen, "inputs": inputs, "layers": [layer.name for layer in found], "passes": passes,
         "prune_bias": prune_bias, "damping": damping, "diagnostics": diagnostics, "batch_norm": batch_norm,
-        "compensate": (together_or_not, work),
+        "compensate": (how, work),
     }  # fmt: skip
     together = present(distributed)
     log = log_json if together.leads else None
@@ -144,7 +144,7 @@ def prune(
         # Where no budget is shared out by the dense network's error curves, its moments may never be wanted.
         gather = limit is not None or not (inputs == "dense" or _shared(wanted))
         job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal, gather, room,
-                  together_or_not, work)  # fmt: skip
+                  how, work)  # fmt: skip
         calibration = job.calibration
         calibrated = time.perf_counter() - began
         trials: list[Trial] = []
