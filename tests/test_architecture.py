@@ -28,7 +28,7 @@ FLOORS = [
     {"settled", "bridge", "demands"},
     {"job"},
     {"outcome"},
-    {"trials"},
+    {"trials", "arguments"},
     {"pipeline"},
     {"sweep", "verify", "report", "runtime", "export", "stages"},
     {"data"},

@@ -109,15 +109,15 @@ def test_one_layer_that_is_solved_already_gains_nothing():
 
 def test_never_further_from_the_dense_network_on_the_batches_kept_back():
     for seed in range(5):
-        model, data = network(seed), batches(3, 6)  # far too few to learn from
+        model, data = network(seed), batches(8, 6)  # far too few to learn from
         pruned = cut(model, data, compensate="layers")
         moved = copy.deepcopy(pruned.model)
         effect = compensate(
-            moved, model, data, find_layers(moved), pruned.masks, samples=18, madds=1000.0, work=None
+            moved, model, data, find_layers(moved), pruned.masks, samples=48, madds=1000.0, work=None
         )  # fmt: skip
         assert effect.after is not None and effect.before is not None and effect.after <= effect.before
-        assert deviation(model, moved, data[2:]) == pytest.approx(effect.after, rel=1e-5)
-        assert deviation(model, pruned.model, data[2:]) == pytest.approx(effect.before, rel=1e-5)
+        assert deviation(model, moved, data[7:]) == pytest.approx(effect.after, rel=1e-5)
+        assert deviation(model, pruned.model, data[7:]) == pytest.approx(effect.before, rel=1e-5)
 
 
 def test_shared_weights_stay_shared():
@@ -172,8 +172,29 @@ def test_what_cannot_be_done_is_said_and_the_layers_own_answer_stands():
     assert all(torch.equal(a, b) for a, b in zip(alone.model.parameters(), together.model.parameters(), strict=True))
 
 
-def test_one_batch_is_too_few():
-    assert "two batches" in cut(network(), batches(1)).settings["compensation"]
+def test_few_batches_are_cut_so_that_an_eighth_is_kept_back():
+    model, data = network(), batches(8)
+    eight, one, two = (cut(model, d) for d in (data, [torch.cat(data)], [torch.cat(data[:4]), torch.cat(data[4:])]))
+    assert "on 50 samples kept back" in one.settings["compensation"]
+    assert "on 50 samples kept back" in two.settings["compensation"]
+    for name, weight in one.model.state_dict().items():  # the last of eight parts is the last of eight batches
+        torch.testing.assert_close(weight, eight.model.state_dict()[name], rtol=1e-3, atol=1e-4)
+    labelled = cut(model, [(torch.cat(data), torch.zeros(400))])
+    assert labelled.settings["compensation"] == one.settings["compensation"]
+
+
+def test_batches_are_cut_only_where_that_makes_no_difference():
+    first, second = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=front).eval() for front in (True, False))
+    x = torch.randn(16, 4, 8)
+    assert len(compensation._in_parts([x], first)) == 8
+    assert len(compensation._in_parts([x[:3]], first)) == 3
+    assert len(compensation._in_parts([x] * 7, first)) == 14
+    assert len(compensation._in_parts([x], second)) == 1
+    assert len(compensation._in_parts([{"src": x}], first)) == 1
+
+
+def test_one_sample_is_too_few():
+    assert "two batches" in cut(network(), [batches(1)[0][:1]]).settings["compensation"]
 
 
 def test_batches_without_samples_end():
@@ -202,7 +223,7 @@ def test_what_is_kept_back_does_not_come_again_in_another_order():
     pruned = cut(model, data, compensate="layers")
     moved = copy.deepcopy(pruned.model)
     effect = compensate(moved, model, Shuffled(data), find_layers(moved), pruned.masks, samples=200, madds=1e3, work=None)
-    assert effect.kept_back == 50 and effect.after <= effect.before
+    assert effect.kept_back == 25 and effect.after <= effect.before
 
 
 def test_batches_are_joined_only_where_that_makes_no_difference():

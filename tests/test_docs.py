@@ -64,6 +64,11 @@ def test_every_benchmark_named_exists():
     assert named and all((ROOT / f"{module.replace('.', '/')}.py").is_file() for module in named)
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_every_benchmark_can_be_imported(name):
+    assert importlib.import_module(f"benchmarks.{name}").__doc__
+
+
 def test_every_test_named_exists():
     named = {test for text in TEXTS.values() for test in re.findall(r"`(test_\w+)`", text)}
     assert len(named) > 20

@@ -114,6 +114,9 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     """Step until nothing more is won on the batches kept back, and leave the network at its best."""
     together = crew()
     known = together.hear(length(batches))
+    if together.size == 1 and known[0] is not None and known[0] < _KEPT_BACK:
+        batches = _in_parts(batches, survivors.dense)
+        known = [len(batches)]
     if None in known or sum(known) < 2:
         return Compensation(reason="give two batches at least, one of which is kept back, in a list or a DataLoader")
     unknowns = round(sum(float(mask.sum()) for mask in survivors.free.values()))
@@ -171,6 +174,17 @@ def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
         raise ImpossibleError(f"the network cannot be differentiated forward and back: {faults[0]}")
     total, samples = crew().total(counted, seen)
     return total / max(1.0, samples)
+
+
+def _in_parts(batches: Iterable[Any], network: nn.Module) -> list[Any]:
+    """Few batches, cut to eight or more where the network answers to parts as to the whole: an eighth then is kept back."""
+    whole = list(batches)
+    parts = -(-_KEPT_BACK // max(1, len(whole)))
+    cut: list[Any] = []
+    for batch in whole:
+        x = batch[0] if isinstance(batch, tuple | list) else batch
+        cut += x.tensor_split(min(parts, max(1, len(x)))) if isinstance(x, Tensor) and x.dim() > 1 else [batch]
+    return cut if separable(network, cut[:2]) else whole
 
 
 def _steady(batches: Iterable[Any], samples: int) -> Iterable[Any]:

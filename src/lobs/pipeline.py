@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
-from lobs import demands
+from lobs.arguments import check, compensation, shared
 from lobs.batches import guarded
-from lobs.compensation import WORK, Compensate
+from lobs.compensation import Compensate
 from lobs.distributed import present, working
 from lobs.errors import LobsError, caution
 from lobs.forecasting import Forecast, taken_in_the_end
 from lobs.forecasting import forecast as _forecast
 from lobs.job import Inputs, Job
 from lobs.journal import fingerprint, open_journal
-from lobs.layers import Layer, find_layers
 from lobs.memory import limited, parse
 from lobs.observe import observed, peak_bytes, tell
 from lobs.outcome import run
 from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
-from lobs.solvers import Auto, as_solver
-from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target
+from lobs.solvers import as_solver
+from lobs.targets import Budget, Target
 from lobs.trials import LOOKS, Evaluate, Trial, search
 
 
@@ -88,7 +85,7 @@ def prune(
         compensate: "layers": surviving weights take the values that are best for their own layer. "network": in the end all of
             them move together to where the network's output is nearest to the dense one's, on `batches` and with no labels;
             needs asymmetric inputs. By default "network" with the default solver on networks so small that this takes about
-            twenty seconds at most. One batch in eight is kept back, and where nothing is won on those the weights stay.
+            twenty seconds at most. An eighth of them is kept back, and where nothing is won there the weights stay.
         resume: a folder in which every finished piece of work is kept; if it holds an interrupted run of the same network, data
             and settings, that is taken up and ends with the same bits. The batches must come in the same order each time.
         distributed: share the work with the other processes of torch.distributed's process group, all of which call this with
@@ -114,7 +111,7 @@ def prune(
     data = guarded(batches)
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     chosen = as_solver(solver)
-    how, work = _compensation(compensate, chosen, inputs, memory)
+    how, work = compensation(compensate, chosen, inputs, memory)
     settings = {
         "target": wanted, "solver": chosen, "inputs": inputs, "layers": [layer.name for layer in found], "passes": passes,
         "prune_bias": prune_bias, "damping": damping, "diagnostics": diagnostics, "batch_norm": batch_norm,
@@ -142,7 +139,7 @@ def prune(
             tell("forecast", **ahead.as_dict())
             room = ahead.room
         # Where no budget is shared out by the dense network's error curves, its moments may never be wanted.
-        gather = limit is not None or not (inputs == "dense" or _shared(wanted))
+        gather = limit is not None or not (inputs == "dense" or shared(wanted))
         job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal, gather, room,
                   how, work)  # fmt: skip
         calibration = job.calibration
@@ -152,7 +149,7 @@ def prune(
             assert evaluate is not None
             outcome, trials = search(job, wanted, wanted.max_drop, evaluate)
         else:
-            rounds = passes if _shared(wanted) else 1
+            rounds = passes if shared(wanted) else 1
             outcome = run(job, job.plan(wanted), last=rounds == 1)
             for later in range(2, rounds + 1):
                 job.look_again(outcome.model)
@@ -168,7 +165,7 @@ def prune(
         "samples": calibration.samples,
         "calibration seconds": round(calibrated, 2),
     }
-    if _shared(wanted) and not trials:  # which share it out once each
+    if shared(wanted) and not trials:  # which share it out once each
         said["passes"] = passes
     if damping is not None:
         said["damping"] = damping
@@ -228,78 +225,14 @@ def forecast(
     chosen = as_solver(solver)
     with limited(None if memory is None else parse(memory), taken_in_the_end(model, found)):
         options = _forecast_options(wanted, passes, damping, batch_norm)
-        options["compensation"] = _compensation(compensate, chosen, inputs, memory)
+        options["compensation"] = compensation(compensate, chosen, inputs, memory)
         return _forecast(model, data, found, chosen, inputs=inputs, **options)
-
-
-def check(
-    model: nn.Module,
-    target: Target | float,
-    *,
-    inputs: Inputs | None = None,
-    layers: str | Iterable[str] | None = None,
-    skip: str | Iterable[str] = (),
-    passes: int = 2,
-    prune_bias: bool = False,
-    damping: float | None = None,
-) -> tuple[Target, Inputs, list[Layer]]:
-    """Refuse what `prune` cannot do with these arguments, before any data is read; says what is wanted of which layers."""
-    if not isinstance(model, nn.Module):
-        raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
-    if not isinstance(passes, Integral) or passes < 1:
-        raise LobsError(f"passes is {passes}: it is a whole number, and the network must be pruned at least once.")
-    wanted = as_target(target)
-    if prune_bias and isinstance(wanted, Pattern):
-        raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
-    found = find_layers(model, layers, skip)
-    demands.check(wanted, model, found, prune_bias)
-    _check_damping(damping)
-    return wanted, _chosen_inputs(inputs, wanted), found
-
-
-def _check_damping(damping: float | None) -> None:
-    if damping is not None and not (isinstance(damping, Real) and float(damping) >= 0 and math.isfinite(damping)):
-        raise LobsError(f"damping is {damping!r}: it must be finite and not negative; leave it out to have it chosen.")
-
-
-def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
-    if inputs is None:
-        return "dense" if isinstance(wanted, ErrorBudget) else "asymmetric"
-    if inputs not in get_args(Inputs):
-        raise LobsError(f"inputs is '{inputs}': use {', '.join(map(repr, get_args(Inputs)))}.")
-    if inputs == "asymmetric" and isinstance(wanted, ErrorBudget):
-        raise LobsError("ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' with it.")
-    return inputs
-
-
-def _compensation(
-    asked: Compensate | None, solver: Solver, inputs: Inputs, memory: str | float | None
-) -> tuple[Compensate, float | None]:
-    """Whether all weights move together in the end, and how many multiply-adds that may take; no limit where asked for."""
-    if asked is None:
-        free = isinstance(solver, Auto) and inputs == "asymmetric" and memory is None
-        return ("network", WORK) if free else ("layers", None)
-    if asked not in get_args(Compensate):
-        raise LobsError(f"compensate is {asked!r}: use {', '.join(map(repr, get_args(Compensate)))}.")
-    if asked == "network" and inputs != "asymmetric":
-        raise LobsError(
-            f"compensate='network' moves weights after their layers' errors on {inputs} inputs were computed: it goes with "
-            f"inputs='asymmetric', and so with no ErrorBudget."
-        )
-    if asked == "network" and memory is not None:
-        raise LobsError("compensate='network' holds several copies of all weights: leave out memory, or compensate.")
-    return asked, None
-
-
-def _shared(wanted: Target) -> bool:
-    """Is one budget shared out among the layers?"""
-    return isinstance(wanted, Budget) or (isinstance(wanted, Sparsity) and wanted.scope == "network")
 
 
 def _forecast_options(wanted: Target, passes: int, damping: float | None, batch_norm: bool) -> dict[str, Any]:
     """What a forecast must know beside the network and the data."""
     options = {
-        "shared": _shared(wanted),
+        "shared": shared(wanted),
         "rounds": passes,
         "damped": damping is not None,
         "target": wanted,

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lobs.arguments import check
 from lobs.checkpoint import load, save
 from lobs.errors import FileError, TrainingError
 from lobs.files import make_folder
 from lobs.journal import weights_hash
-from lobs.pipeline import check, prune
+from lobs.pipeline import prune
 from lobs.retraining import Retraining, check_training, retrain
 from lobs.targets import Budget, Sparsity, Target, as_target
 

@@ -120,6 +120,19 @@ def test_auto_is_never_worse_than_greedy_or_admm_before_swaps():
     assert solve_nbym(problem, NByM(2, 4)).error <= min(errors) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("pattern", [(2, 4), (4, 8)])
+def test_swaps_help_where_float32_would_take_rounding_for_gains(pattern, monkeypatch):
+    # Smooth inputs, as of a first convolution: every column is nearly explained by its neighbours.
+    places = torch.arange(64, dtype=torch.float64)
+    psi = torch.exp(-((places[:, None] - places) ** 2) / 32) + 3e-4 * torch.eye(64, dtype=torch.float64)
+    problem, target = Problem(torch.randn(40, 64), psi), NByM(*pattern)
+    assert 1e-4 < problem.metrics[0].independence < 1e-3
+    without, with_swaps = (solve_nbym(problem, target, method="admm", swaps=swaps).error for swaps in (False, True))
+    assert with_swaps < 0.9 * without
+    monkeypatch.setattr("lobs.solvers.nbym._SINGLE_PRECISION_SWAPS", 0.0)
+    assert solve_nbym(problem, target, method="admm").error <= without * (1 + 1e-9)  # rows keep what they had
+
+
 def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):
     monkeypatch.setattr("lobs.solvers.nbym.GREEDY_UP_TO", 0.0)
     monkeypatch.setattr("lobs.solvers.nbym.SWAPS_UP_TO", 0.0)

@@ -143,9 +143,10 @@ def prune(
     distinct(report, "--report", out, file_of(network))
     distinct(log_json, "--log-json", out, report, file_of(network))
 
+    from lobs.arguments import check
     from lobs.cli.subject import open_subject
     from lobs.distributed import launched, share
-    from lobs.pipeline import check, forecast
+    from lobs.pipeline import forecast
     from lobs.pipeline import prune as run
 
     chosen = _solver(solver, seconds)

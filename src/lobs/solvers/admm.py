@@ -14,6 +14,7 @@ min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, V with so many zeros: X = (WG 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,10 +73,21 @@ class ADMM:
         """Which weights to keep when `count` go, in the weight's shape, and weights near its best, as `swap` wants them."""
         gram, w = stacked(problem)
         importance = problem.importance.to(w).sqrt().unsqueeze(-1)
-        pull = (w * importance) @ gram
-        keep = before = _above(w * importance, count, problem.protected)
+        x, units = self.alternate(gram, w * importance, lambda values: _above(values, count, problem.protected))
+        order = removal_order(x.abs(), problem.protected)
+        mask = mask_from_order(order, count, tuple(w.shape))
+        scale = (importance * units).clamp_min(torch.finfo(w.dtype).tiny)
+        return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / scale
+
+    def alternate(self, gram: Tensor, w: Tensor, largest: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The last X + U, whose `largest` are the weights to keep, and the units of its columns.
+
+        `gram` is (groups, d, d), `w` (groups, rows, d); `largest` gives the mask of those that a pattern or a count leaves.
+        """
+        pull = w @ gram
+        keep = before = largest(w)
         units = torch.ones_like(w[:, :1])
-        v = x = w * importance
+        v = x = w
         dual, rho = torch.zeros_like(w), 0.0
         with memory.scratch(gram) as fresh:
             for turn in range(self.penalties):
@@ -90,17 +102,14 @@ class ADMM:
                 inverse = linalg.ridge_inverse(matrix.div_(units).div_(units.mT), rho, overwrite=True)
                 for _ in range(self.steps):
                     x = dual.add_(torch.sub(v, dual).mul_(rho).add_(wanted) @ inverse)
-                    keep = _above(x, count, problem.protected)
+                    keep = largest(x)
                     v = x * keep
                     dual = x - v
                 if turn and int((keep ^ before).sum()) <= 1e-4 * keep.numel():
                     break
                 before, dual, rho = keep, dual / self.growth, rho * self.growth
                 del inverse, matrix
-        order = removal_order(x.abs(), problem.protected)
-        mask = mask_from_order(order, count, tuple(w.shape))
-        scale = (importance * units).clamp_min(torch.finfo(w.dtype).tiny)
-        return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / scale
+        return x, units
 
 
 def _equal(independence: Tensor) -> Tensor:

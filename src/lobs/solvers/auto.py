@@ -20,6 +20,7 @@ from lobs.solvers.columns import Columns
 from lobs.solvers.exact import Exact
 from lobs.solvers.lobs import LOBS, PRODUCTS
 from lobs.solvers.nbym import GREEDY_UP_TO, SWAPS_UP_TO
+from lobs.solvers.nbym_admm import STEPS
 from lobs.solvers.refine import Refine
 from lobs.solvers.scored import Scored
 from lobs.solvers.search import round_work, swap
@@ -119,7 +120,8 @@ def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | 
             return 0.0
         case _, NByM():
             work = rows // groups * d**3
-            return directions + greedy * ((work <= GREEDY_UP_TO) + _GROUP_SWAPS * (work <= SWAPS_UP_TO))
+            first = directions * STEPS / ADMM().steps
+            return first + greedy * ((work <= GREEDY_UP_TO) + _GROUP_SWAPS * (work <= SWAPS_UP_TO))
         case _, Block(shape=(high, _)):
             return _BLOCKS * groups * -(-rows // groups // high) * d**3 / 2e9
         case _, Structured(what=what):

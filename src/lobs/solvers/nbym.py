@@ -1,8 +1,8 @@
-"""N:M patterns, row by row the best of two ways, then swaps within groups.
+"""N:M patterns: alternating directions, then swaps within groups.
 
-Two ways to a first mask: exact greedy OBS in which a group stops giving when it has given its share, and ADMM. Rows are
-independent under such a pattern, so each takes whichever left it the smaller error. Then exact swaps within groups, then least
-squares. Greedy and swaps cost 1/3 and 1/4 of rows·d³ multiply-adds; wide layers go without greedy first, then without swaps.
+Small layers, where a start is a matter of chance, are also started from exact greedy OBS in which a group stops giving when it
+has given its share. Rows are independent under such a pattern, so each takes whichever left it the smaller error, and keeps
+what it had where swaps, for rounding, did not help. Swaps cost rows·d³/4 multiply-adds; very wide layers go without.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lobs import kernels, linalg
+from lobs import kernels
 from lobs.kernels import Quota
 from lobs.metric import Metric
 from lobs.problem import Problem
 from lobs.solution import Solution
 from lobs.solvers.nbym_admm import Keeper, admm_mask
-from lobs.solvers.support import on_support, sweep_dtype
+from lobs.solvers.support import least_squares, on_support, sweep_dtype
 from lobs.solvers.swaps import swap_within_groups
 from lobs.targets import NByM
 
 Method: TypeAlias = Literal["auto", "greedy", "admm"]
 
-# rows·d³ up to which each is worth its time, about ten and thirty seconds on two cores; swaps gain more for less.
-GREEDY_UP_TO = 1e12
+# rows·d³ up to which each is worth its time: milliseconds, and about half a minute on two cores.
+GREEDY_UP_TO = 3e8
 SWAPS_UP_TO = 5e12
+# Below this independence float32 takes rounding for gains: swaps follow one another, and each inherits the digits lost before.
+_SINGLE_PRECISION_SWAPS = 5e-3
 # Of the mean energy: an input below it is nearly dead, and this much damping keeps its weights where they were.
 _QUIET = 1e-5
 
@@ -41,22 +43,25 @@ def solve_nbym(
     rows, d = problem.weight.shape[-2:]
     greedy = method == "greedy" or (method == "auto" and rows * d**3 <= GREEDY_UP_TO)
     swaps = swaps and (method != "auto" or rows * d**3 <= SWAPS_UP_TO)
-    masks = []
+    masks, values = [], []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
-        dtype = sweep_dtype(metric, weight)
         first = []
         if greedy:
             first.append(greedy_mask(metric, weight, quota, backend=backend, label=f"{target} {problem.name}"))
         if method != "greedy":
             first.append(admm_mask(metric.gram, metric.scaled(weight), quota))
-        mask = _better_rows(metric, weight, first)
+        mask, best = _better_rows(metric, weight, *first)
         if swaps:
-            mask = swap_within_groups(
-                metric.gram.to(dtype), metric.scaled(weight).to(dtype), mask, quota.group, backend=backend
-            )
+            kind = torch.float64 if metric.independence < _SINGLE_PRECISION_SWAPS else sweep_dtype(metric, weight)
+            gram, scaled = metric.gram.to(kind), metric.scaled(weight).to(kind)
+            swapped = swap_within_groups(gram, scaled, mask, quota.group, backend=backend)
+            mask, best = _better_rows(metric, weight, mask, swapped)
         masks.append(mask)
+        values.append(best)
     ways = ["greedy"] * greedy + ["admm"] * (method != "greedy") + ["swaps"] * swaps
-    solution = on_support(problem, torch.stack(masks).view(problem.weight.shape))
+    known = [best for best in values if best is not None]
+    near = torch.stack(known) if len(known) == len(masks) else None
+    solution = on_support(problem, torch.stack(masks).view(problem.weight.shape), near)
     return replace(solution, status=f"ok ({target} by {' + '.join(ways)})")
 
 
@@ -104,14 +109,12 @@ def greedy_mask(metric: Metric, weight: Tensor, quota: Quota, *, backend: kernel
     return mask.scatter_(1, to_front[order.long()], False)
 
 
-def _better_rows(metric: Metric, weight: Tensor, masks: list[Tensor]) -> Tensor:
-    """Of several masks the one, for each row, on which the best weights leave the smaller error."""
+def _better_rows(metric: Metric, weight: Tensor, *masks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Of several masks the one, for each row, on which the best weights leave the smaller error, and these; of one only it."""
     if len(masks) == 1:
-        return masks[0]
+        return masks[0], None
     w = metric.scaled(weight)
-    errors = []
-    for mask in masks:
-        delta = linalg.conjugate_gradients(metric.gram, w, mask, w, steps=100, tolerance=1e-3) - w
-        errors.append((delta @ metric.gram * delta).sum(dim=1))
-    best = torch.stack(errors).argmin(dim=0)
-    return torch.stack(masks)[best, torch.arange(len(w), device=w.device)]
+    found = torch.stack([least_squares(metric.gram, w, mask) for mask in masks])
+    errors = ((found - w) @ metric.gram * (found - w)).sum(dim=-1)
+    best = errors.argmin(dim=0), torch.arange(len(w), device=w.device)
+    return torch.stack(masks)[best], found[best]

@@ -1,37 +1,23 @@
-"""N:M by ADMM: the same problem split into a quadratic one without the pattern and a projection onto it.
-
-V minimises the layer's error plus ρ/2 ‖V − D + U‖², one matrix product once (G + ρI)⁻¹ is known; D keeps the largest of V + U
-in each group. Six penalties, each with one inverse, 15 steps each: 90 products of rows·d² and 6 inverses, whatever the pattern.
-"""
+"""N:M by alternating directions: `ADMM` with a projection onto the pattern in place of a count."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lobs import linalg
 from lobs.kernels import Quota
+from lobs.solvers.admm import ADMM
 
-_PENALTIES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.3)  # the Gram matrix has a unit diagonal
-_STEPS = 15
+STEPS = 13  # a pattern takes longer to settle than a count
 
 
 def admm_mask(gram: Tensor, weight: Tensor, quota: Quota) -> Tensor:
     """A mask of the pattern for equilibrated weights; products in float32."""
-    g, w = gram.float(), weight.float()
-    wanted, keep = w @ g, Keeper(quota, w.device)
-    mask = keep(w)
-    d, u, before = torch.where(mask, w, 0.0), torch.zeros_like(w), _PENALTIES[0]
-    for penalty in _PENALTIES:
-        inverse = linalg.ridge_inverse(gram, penalty).float()
-        u *= before / penalty  # U is the multiplier over ρ
-        before = penalty
-        for _ in range(_STEPS):
-            v = (wanted + penalty * (d - u)) @ inverse + u
-            mask = keep(v)
-            d = torch.where(mask, v, 0.0)
-            u = v - d
-    return mask
+    keep = Keeper(quota, weight.device)
+    found, _ = ADMM(steps=STEPS).alternate(
+        gram.float().unsqueeze(0), weight.float().unsqueeze(0), lambda values: keep(values[0]).unsqueeze(0)
+    )
+    return keep(found[0])
 
 
 class Keeper:
