@@ -11,6 +11,7 @@ from torch import Tensor
 from lobs.kernels.workers import workers
 
 _GATHERED = 2**20  # matrix elements gathered at a time, so that they stay in the cache
+_LITTLE = 2**18  # so few are gathered sooner than a thread is woken
 
 
 def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> None:
@@ -19,6 +20,10 @@ def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> No
     A row of size s is expected to gather s·(s + extra) elements.
     """
     order = sizes.argsort()
+    longest = int(sizes[order[-1]]) if len(order) else 0
+    if len(order) * longest * (longest + extra) <= _LITTLE:
+        work(order)
+        return
     threads = torch.get_num_threads()
     pieces: list[Tensor] = []
     most = max(1, -(-len(order) // (2 * threads)))
