@@ -15,7 +15,7 @@ FLOORS = [
     {"distributed", "observe", "memory"},
     {"progress"},
     {"linalg", "targets", "solution", "holding", "files", "batches"},
-    {"metric"},
+    {"metric", "running"},
     {"problem", "layers", "compact", "callbacks", "adapters"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
     {"solvers", "journal", "resume"},

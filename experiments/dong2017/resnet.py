@@ -22,9 +22,9 @@ from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab
 from lobs import Problem, Sparsity, collect, solve, zoo
 from lobs.bridge import layer_problem
-from lobs.calibrate import evaluating
 from lobs.data import imagenet
 from lobs.layers import find_layers
+from lobs.running import evaluating
 from lobs.solvers.exact import DeletionPath, Exact
 
 NETWORK = "resnet50-v1"

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lobs import linalg
-from lobs.calibrate import call
 from lobs.distributed import crew
+from lobs.running import call
 
 # See `reestimate`.
 Compare: TypeAlias = Callable[[Callable[[Any], None] | None], float | None]

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from lobs import chain, ledger, linalg
 from lobs.batches import guarded
-from lobs.calibrate import Calibration, batch_size, call, collect, evaluating, length, main_output
+from lobs.calibrate import Calibration, collect
 from lobs.distributed import crew
 from lobs.errors import CalibrationError, UnsupportedLayerError, caution
 from lobs.layers import Layer, find_layers, watching
 from lobs.ledger import Certificate
 from lobs.problem import Problem
 from lobs.progress import track
+from lobs.running import batch_size, call, evaluating, length, main_output
 
 
 def certify(

@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs import linalg
-from lobs.calibrate import evaluating
 from lobs.layers import Conv1dLayer, Conv2dLayer, Conv3dLayer, ConvolutionLayer, Layer, WindowedLayer, all_layers, as_layer
 from lobs.layers.observing import untouched
 from lobs.ledger import Link
+from lobs.running import evaluating
 
 
 class NotAChainError(Exception):

@@ -20,12 +20,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lobs.calibrate import batch_size, evaluating, length
 from lobs.distributed import crew
 from lobs.errors import LobsError
 from lobs.gauss_newton import PASSES, ImpossibleError, Survivors, Window, differentiable, parameters_of, separable
 from lobs.layers import Layer
 from lobs.progress import track
+from lobs.running import batch_size, evaluating, length
 
 Compensate: TypeAlias = Literal["layers", "network"]
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibrate import batch_size, call, evaluating, length
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
 from lobs.progress import track
+from lobs.running import batch_size, call, evaluating, length
 
 _PIECE_ELEMENTS = 2**24  # of per-sample gradients held at a time
 

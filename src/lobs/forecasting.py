@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lobs import memory
 from lobs.batchnorm import find_norms
-from lobs.calibrate import collect, length
+from lobs.calibrate import collect
 from lobs.compensation import Compensate, effort
 from lobs.distributed import crew
 from lobs.errors import LobsError
@@ -25,6 +25,7 @@ from lobs.gauss_newton import PASSES
 from lobs.layers import Layer, watching
 from lobs.memory import spelled
 from lobs.problem import Solver
+from lobs.running import length
 from lobs.solvers import ADMM, LOBS, Auto, Columns
 from lobs.solvers.auto import PRODUCT, seconds_of
 from lobs.statistics import weighed

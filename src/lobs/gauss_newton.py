@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lobs.calibrate import batch_size, call, collect, main_output
+from lobs.calibrate import collect
 from lobs.distributed import crew
 from lobs.errors import CrewError, LobsError
 from lobs.layers import Layer, watching
 from lobs.layers.observing import Handle
 from lobs.preconditioning import Preconditioner, Vector, affordable
+from lobs.running import batch_size, call, main_output
 
 INSIDE = 4  # conjugate-gradient steps
 PASSES = 6 * INSIDE + 12  # forward passes that a step costs as much as

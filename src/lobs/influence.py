@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lobs.batches import told
-from lobs.calibrate import batch_size, call, evaluating, length, main_output
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 from lobs.progress import track
+from lobs.running import batch_size, call, evaluating, length, main_output
 
 
 def output_influence(

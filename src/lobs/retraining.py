@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs.batches import told
-from lobs.calibrate import call, evaluating
 from lobs.errors import TrainingError
 from lobs.holding import hold
 from lobs.progress import shown, track
 from lobs.resume import Run
+from lobs.running import call, evaluating
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -21,12 +21,12 @@ from torch import Tensor, fx, nn
 
 from lobs import memory
 from lobs.batches import told
-from lobs.calibrate import call, evaluating
 from lobs.distributed import crew
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 from lobs.layers.observing import untouched
 from lobs.progress import track
+from lobs.running import call, evaluating
 from lobs.statistics import PairedMoments
 
 _IN_MEMORY = 4 * 2**30

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from lobs.calibrate import call
 from lobs.errors import TrainingError
 from lobs.layers import Layer, find_layers
 from lobs.masks import joined
 from lobs.progress import shown, track
 from lobs.retraining import Loss, MakeOptimizer, sgd
+from lobs.running import call
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import TypeAlias
 from torch import nn
 
 from lobs.batches import told
-from lobs.calibrate import evaluating
 from lobs.distributed import crew
 from lobs.errors import LobsError, caution
 from lobs.job import Job
 from lobs.journal import Journal
 from lobs.outcome import Outcome, run
 from lobs.progress import track
+from lobs.running import evaluating
 from lobs.targets import Budget, removable
 
 Evaluate: TypeAlias = Callable[[nn.Module], float]

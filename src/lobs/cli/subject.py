@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from lobs import checkpoint, zoo
-from lobs.calibrate import batch_size
 from lobs.errors import FileError, LobsError
 from lobs.journal import weights_hash
+from lobs.running import batch_size
 from lobs.shrinking import fit_to
 from lobs.zoo.training import error_rate
 

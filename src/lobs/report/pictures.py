@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from lobs.calibrate import call, evaluating
 from lobs.errors import LobsError
 from lobs.layers import Handle, Layer, find_layers
 from lobs.report.figures import shown
+from lobs.running import call, evaluating
 
 if TYPE_CHECKING:
     from lobs.report import Run

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibrate import batch_size, call
 from lobs.progress import shown, track
+from lobs.running import batch_size, call
 from lobs.runtime.fusing import fuse, replaced
 from lobs.runtime.layerwise import LayerTiming, close, measure_layer, replaceable, runner
 from lobs.runtime.timing import Interval, median, speedup, take_turns

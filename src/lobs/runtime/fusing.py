@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lobs.calibrate import call
+from lobs.running import call
 from lobs.runtime.engines import ChainEngine
 from lobs.runtime.layerwise import LayerTiming, best, close, replaceable, runner
 from lobs.runtime.modules import FastSequential, same_as

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from lobs.calibrate import evaluating
 from lobs.errors import UnsupportedLayerError
 from lobs.layers.observing import untouched
+from lobs.running import evaluating
 
 Dense = nn.Linear | nn.Conv2d
 Norm = nn.BatchNorm1d | nn.BatchNorm2d

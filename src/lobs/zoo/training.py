@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.optim.lr_scheduler import LRScheduler
 
-from lobs.calibrate import evaluating
 from lobs.data.labelled import LabelledImages
 from lobs.progress import Advance, shown, track
 from lobs.resume import Run
+from lobs.running import evaluating
 
 
 @dataclass(frozen=True)
