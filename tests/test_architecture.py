@@ -22,6 +22,7 @@ FLOORS = [
     {"calibrate", "wide"},
     {"gather", "preconditioning"},
     {"gauss_newton"},
+    {"splitting"},
     {"chain", "allocate", "influence", "streams", "batchnorm", "compensation", "shrinking", "curvature", "retraining"},
     {"bounds", "outlook", "surgery", "forecasting"},
     {"result"},

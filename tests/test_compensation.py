@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import warnings
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 
 import lobs
-from lobs import compensation, gauss_newton
+from lobs import compensation, gauss_newton, splitting
 from lobs.compensation import Compensation, compensate, effort
 from lobs.layers import find_layers
 
@@ -185,12 +187,38 @@ def test_few_batches_are_cut_so_that_an_eighth_is_kept_back():
 
 def test_batches_are_cut_only_where_that_makes_no_difference():
     first, second = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=front).eval() for front in (True, False))
-    x = torch.randn(16, 4, 8)
-    assert len(compensation._in_parts([x], first)) == 8
-    assert len(compensation._in_parts([x[:3]], first)) == 3
-    assert len(compensation._in_parts([x] * 7, first)) == 14
-    assert len(compensation._in_parts([x], second)) == 1
-    assert len(compensation._in_parts([{"src": x}], first)) == 1
+    x = torch.randn(64, 4, 8)
+
+    def parts(network, data):
+        found = splitting.split(network, data, len(data), 20, 100)
+        if found is None:
+            return None
+        once = sum(len(found.worked_on(i, batch)) for i, batch in enumerate(data))
+        return [len(b) for b in itertools.islice(found.at_work(), once)], [len(b) for b in found.kept_back()]
+
+    assert parts(first, [x]) == ([19, 19, 18], [8])
+    assert parts(first, [(x, None), (x[:4], None)])[1] == [8]  # small ones stay whole
+    assert parts(first, [x[:15]]) is None
+    assert parts(first, [x[:15]] * 2) == ([15], [15])
+    assert parts(second, [x]) is None and parts(second, [x, x]) == ([64], [64])
+    assert parts(first, [x] * 8) == ([64] * 7, [64])
+    assert splitting.split(first, [{"src": x}], 1, 20, 100) is None
+
+
+def test_the_data_are_not_held_for_what_is_too_dear():
+    class Counted(list):
+        read = 0
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                self.read += 1
+                yield batch
+
+    model, data = network(), Counted(batches(7))
+    pruned = cut(model, data, compensate="layers")
+    data.read = 0
+    dear = compensate(copy.deepcopy(pruned.model), model, data, find_layers(model), pruned.masks, samples=350, madds=1e15)
+    assert "multiply-adds" in dear.reason and data.read == 1
 
 
 def test_one_sample_is_too_few():
@@ -199,7 +227,8 @@ def test_one_sample_is_too_few():
 
 def test_batches_without_samples_end():
     assert "compensation" in cut(network(), [torch.empty(0, 12), batches(1)[0]]).settings
-    assert "nothing" in cut(network(), [batches(1)[0], torch.empty(0, 12)]).settings["compensation"]
+    assert "nothing" in cut(network(), [batches(1)[0][:15], torch.empty(0, 12)]).settings["compensation"]
+    assert "on 6 samples" in cut(network(), [batches(1)[0], torch.empty(0, 12)]).settings["compensation"]
 
 
 def test_what_is_kept_back_does_not_come_again_in_another_order():
@@ -216,14 +245,14 @@ def test_what_is_kept_back_does_not_come_again_in_another_order():
             return iter(torch.cat(self.data)[order].split(50))
 
     model, data = network(), batches(4)
-    steady = list(compensation._steady(data, 10))
+    steady = list(splitting._steady(data, 10))
     assert all(a is b for a, b in zip(steady, data, strict=True))
-    once = compensation._steady(Shuffled(data), 200)
+    once = splitting._steady(Shuffled(data), 200)
     assert torch.equal(torch.cat(list(once)), torch.cat(list(once))) and len(torch.cat(list(once)).unique(dim=0)) == 200
     pruned = cut(model, data, compensate="layers")
     moved = copy.deepcopy(pruned.model)
     effect = compensate(moved, model, Shuffled(data), find_layers(moved), pruned.masks, samples=200, madds=1e3, work=None)
-    assert effect.kept_back == 25 and effect.after <= effect.before
+    assert effect.kept_back == 24 and effect.after <= effect.before
 
 
 def test_batches_are_joined_only_where_that_makes_no_difference():
@@ -276,3 +305,9 @@ def test_what_happened_is_said_in_words():
         str(Compensation(3, 1.0, 0.5, 500))
         == "all layers together, 3 steps (output deviation 1 → 0.5 on 500 samples kept back)"
     )
+
+
+def test_torchs_own_deprecations_are_not_the_users_concern(recwarn):
+    warnings.simplefilter("always")
+    cut(network(), batches())
+    assert not [w for w in recwarn if issubclass(w.category, DeprecationWarning)]

@@ -112,6 +112,16 @@ def test_removing_nothing_changes_nothing():
     assert result.kept == result.total
 
 
+def test_what_is_sparser_already_stays_as_it_is_and_is_told_so():
+    model, batches = network(), data()
+    sparse = lobs.prune(model, batches, 0.9, progress=False).model
+    with pytest.warns(lobs.NumericalWarning, match="ask for fewer than they had"):
+        again = lobs.prune(sparse, batches, 0.5, compensate="layers", progress=False)
+    for name, mask in again.masks.items():
+        assert not bool(again.model.state_dict()[name][(sparse.state_dict()[name] == 0) | ~mask].any())
+    assert again.certificate.measured < 1e-6
+
+
 def test_a_generator_is_as_good_as_a_list():
     model, batches = network(), data()
     listed, read = (lobs.prune(model, b, 0.5, progress=False) for b in (batches, iter(batches)))

@@ -18,6 +18,8 @@ from lobs.problem import Solver
 from lobs.solvers import Auto
 from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target
 
+PASSES = 2  # how often a budget is shared out where nobody says
+
 
 def check(
     model: nn.Module,
@@ -26,7 +28,7 @@ def check(
     inputs: Inputs | None = None,
     layers: str | Iterable[str] | None = None,
     skip: str | Iterable[str] = (),
-    passes: int = 2,
+    passes: int = PASSES,
     prune_bias: bool = False,
     damping: float | None = None,
 ) -> tuple[Target, Inputs, list[Layer]]:

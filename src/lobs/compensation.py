@@ -5,16 +5,16 @@ at once, to the least mean ‖f_θ(x) − f_dense(x)‖²: the compensation of o
 the whole network's metric instead of each layer's, by Gauss–Newton steps (`gauss_newton`) in a metric that knows each row's own
 curvature (`preconditioning`). No labels; what the dense network answers is all there is to know.
 
-Every step sees other batches, and one batch in eight is never worked on: the weights that come nearest to the dense network
-on those are the ones that stay. A step costs some forty passes over its batches, so large networks go without unless asked.
+Every step sees other samples, and an eighth of them is never worked on (`splitting`): the weights that come nearest to the
+dense network there are the ones that stay. A step costs some forty passes over its batches, so large networks go without
+unless asked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from lobs.distributed import crew
 from lobs.errors import LobsError
-from lobs.gauss_newton import PASSES, ImpossibleError, Survivors, Window, differentiable, parameters_of, separable
+from lobs.gauss_newton import PASSES, ImpossibleError, Survivors, Window, differentiable, parameters_of
 from lobs.layers import Layer
 from lobs.progress import track
 from lobs.running import batch_size, evaluating, length
+from lobs.splitting import SMALL, some, split
 
 Compensate: TypeAlias = Literal["layers", "network"]
 
@@ -34,7 +35,6 @@ WORK = 1.2e12
 _MOST = 12  # steps
 # Equations to an unknown that a step works on, and the fewest samples: fewer are learned by heart.
 _EQUATIONS, _FEWEST = 5.0, 1000
-_KEPT_BACK = 8  # one batch in so many
 _PATIENCE, _WORTH = 2, 0.002  # so many steps that take off less than this share are the end
 
 
@@ -113,26 +113,21 @@ def compensate(
 def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: float, work: float | None) -> Compensation:
     """Step until nothing more is won on the batches kept back, and leave the network at its best."""
     together = crew()
-    known = together.hear(length(batches))
-    if together.size == 1 and known[0] is not None and known[0] < _KEPT_BACK:
-        batches = _in_parts(batches, survivors.dense)
-        known = [len(batches)]
-    if None in known or sum(known) < 2:
-        return Compensation(reason="give two batches at least, one of which is kept back, in a list or a DataLoader")
+    counts = together.hear(length(batches))
+    if None in counts:
+        return Compensation(reason="how many batches there are is not known: give them in a list or a DataLoader")
     unknowns = round(sum(float(mask.sum()) for mask in survivors.free.values()))
     plan = effort(unknowns, _outputs_a_sample(survivors, batches), madds, samples, work)
     if plan.reason:
         return Compensation(reason=plan.reason)
-    every = min(_KEPT_BACK, sum(known))
-    back = [(index * together.size + together.rank) % every == every - 1 for index in range(every)]  # repeats from there on
-    share = -(-min(plan.samples, samples * (every - 1) // every) // together.size)  # once round the data at most
+    parted = split(survivors.dense, batches, sum(counts), plan.samples, (plan.steps + 1) * plan.samples // together.size)
+    if parted is None:
+        return Compensation(reason=f"give two batches at least, one of which is kept back, or one of {SMALL} samples or more")
     with together.agree():
-        batches = _steady(batches, (plan.steps + 1) * share)
-        first_two = list(islice(batches, 2))
-        kept = _some(_stream(batches, back), plan.samples)
-    join = separable(survivors.dense, first_two)
-    kept_back = Window(survivors, kept, join=join)
-    at_work = _stream(batches, [not wanted for wanted in back], forever=True)
+        kept = some(parted.kept_back(), plan.samples)
+    kept_back = Window(survivors, kept, join=parted.joins)
+    at_work = parted.at_work()
+    share = -(-min(plan.samples, int(samples * parted.portion)) // together.size)  # once round the data at most
     at = chosen = survivors.at
     first = before = best = kept_back.distance(at)
     if not kept_back.samples or not math.isfinite(first):
@@ -141,9 +136,9 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     with track("compensate", plan.steps) as advance:
         for turn in range(plan.steps):
             with together.agree():
-                some = _some(at_work, share)
+                now_at_work = some(at_work, share)
             survivors.write(at)
-            at = Window(survivors, some, join=join).step(at, turn)
+            at = Window(survivors, now_at_work, join=parted.joins).step(at, turn)
             now = kept_back.distance(at)
             advance(1)
             tried = min(tried, now)
@@ -174,59 +169,6 @@ def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
         raise ImpossibleError(f"the network cannot be differentiated forward and back: {faults[0]}")
     total, samples = crew().total(counted, seen)
     return total / max(1.0, samples)
-
-
-def _in_parts(batches: Iterable[Any], network: nn.Module) -> list[Any]:
-    """Few batches, cut to eight or more where the network answers to parts as to the whole: an eighth then is kept back."""
-    whole = list(batches)
-    parts = -(-_KEPT_BACK // max(1, len(whole)))
-    cut: list[Any] = []
-    for batch in whole:
-        x = batch[0] if isinstance(batch, tuple | list) else batch
-        cut += x.tensor_split(min(parts, max(1, len(x)))) if isinstance(x, Tensor) and x.dim() > 1 else [batch]
-    return cut if separable(network, cut[:2]) else whole
-
-
-def _steady(batches: Iterable[Any], samples: int) -> Iterable[Any]:
-    """The same batches if they come in the same order each time, else as many as will be needed, read once.
-
-    What is kept back must not come again in another batch.
-    """
-    first, again = (next(iter(batches), None) for _ in range(2))
-    return batches if _same(first, again) else _some(iter(batches), samples)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return not (isinstance(a, Tensor) or isinstance(b, Tensor))
-
-
-def _stream(batches: Iterable[Any], wanted: Sequence[bool], *, forever: bool = False) -> Iterator[Any]:
-    """Those batches whose number, modulo that of `wanted`, is; once, or for as long as they have samples."""
-    while True:
-        found = 0
-        for index, batch in enumerate(batches):
-            if wanted[index % len(wanted)]:
-                found += batch_size(batch)
-                yield batch
-        if not (forever and found):
-            return
-
-
-def _some(batches: Iterator[Any], samples: int) -> list[Any]:
-    """The next batches with so many samples, or as many as there are."""
-    found, seen = [], 0
-    for batch in batches:
-        found.append(batch)
-        seen += batch_size(batch)
-        if seen >= samples:
-            break
-    return found
 
 
 def _free(layers: Sequence[Layer], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:

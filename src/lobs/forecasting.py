@@ -28,6 +28,7 @@ from lobs.problem import Solver
 from lobs.running import length
 from lobs.solvers import ADMM, LOBS, Auto, Columns
 from lobs.solvers.auto import PRODUCT, seconds_of
+from lobs.splitting import SMALL
 from lobs.statistics import weighed
 from lobs.targets import Sparsity, Target, for_layer
 
@@ -143,7 +144,7 @@ def forecast(
     walk = 2 * forward + paired if sequential else 0.0
     norms = batch_norm and bool(find_norms(model))
     stages = tuple(_stages(forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms))
-    if compensation[0] == "network" and seen.batches > 1:
+    if compensation[0] == "network" and (seen.batches > 1 or seen.samples >= SMALL):
         stages = (*stages[:-1], *_compensating(seen, layers, target, compensation[1], compensated), stages[-1])
     names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)

@@ -7,6 +7,7 @@ with JᵀJ is one derivative forward and one back; D ≈ diag JᵀJ comes from p
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -256,6 +257,7 @@ def _dot(a: Vector, b: Vector) -> float:
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Without the fused kernels of attention, which cannot be differentiated forward."""
-    with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH):
+    """Without the fused kernels of attention, which cannot be differentiated forward, and what torch warns itself of there."""
+    with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
         yield

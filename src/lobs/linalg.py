@@ -116,11 +116,22 @@ def ridge_inverse(gram: Tensor, penalty: float, *, overwrite: bool = False) -> T
     """(G + ρI)⁻¹ in G's precision, with a leading group dimension or without; in G's own memory if that may be overwritten."""
     out = gram if overwrite else gram.clone()
     out.diagonal(dim1=-2, dim2=-1).add_(penalty)
-    if gram.dim() == 3 and len(gram) > 1:
-        return torch.cholesky_inverse(torch.linalg.cholesky(out))
+    if gram.dim() == 3 and len(gram) != 1:
+        factor, info = torch.linalg.cholesky_ex(out)
+        _check_definite(int(info.max()) if len(info) else 0, gram.shape[-1])
+        return torch.cholesky_inverse(factor)
     matrix = _factor_in_place(out.view(out.shape[-2:]))
     torch.cholesky_inverse(matrix, out=matrix)
     return out
+
+
+def try_ridge_inverse(gram: Tensor, penalty: float) -> Tensor | None:
+    """(G + ρI)⁻¹ in G's own memory, or None, and G is lost, where rounding has made it indefinite."""
+    try:
+        inverse = ridge_inverse(gram, penalty, overwrite=True)
+    except ProblemError:
+        return None
+    return inverse if bool(torch.isfinite(inverse).all()) else None
 
 
 def ridge_solve_in_place(gram: Tensor, right: Tensor) -> Tensor:
@@ -139,11 +150,16 @@ def _factor_in_place(matrix: Tensor) -> Tensor:
     """The lower Cholesky factor, in the matrix's own memory: LAPACK wants columns, of which a symmetric matrix has enough."""
     columns, info = matrix.mT, torch.empty((), dtype=torch.int32, device=matrix.device)
     torch.linalg.cholesky_ex(columns, out=(columns, info))
-    if int(info) != 0:
-        raise ProblemError(
-            f"a moment of {len(matrix)} columns is not positive definite from column {int(info)} on. Use more data, or damping."
-        )
+    _check_definite(int(info), len(matrix))
     return columns
+
+
+def _check_definite(info: int, columns: int) -> None:
+    """Raise where a factorisation says that it could not go on."""
+    if info:
+        raise ProblemError(
+            f"a moment of {columns} columns is not positive definite from column {info} on. Use more data, or damping."
+        )
 
 
 def ridge_solve(moment: Tensor, right: Tensor, penalty: float) -> Tensor:

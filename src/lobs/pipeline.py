@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lobs.arguments import check, compensation, shared
+from lobs.arguments import PASSES, check, compensation, shared
 from lobs.batches import guarded
 from lobs.compensation import Compensate
 from lobs.distributed import present, working
@@ -21,14 +21,16 @@ from lobs.forecasting import Forecast, taken_in_the_end
 from lobs.forecasting import forecast as _forecast
 from lobs.job import Inputs, Job
 from lobs.journal import fingerprint, open_journal
+from lobs.layers import Layer
 from lobs.memory import limited, parse
 from lobs.observe import observed, peak_bytes, tell
 from lobs.outcome import run
 from lobs.problem import Solver
 from lobs.progress import shown
 from lobs.result import Pruning
+from lobs.solution import Solution
 from lobs.solvers import as_solver
-from lobs.targets import Budget, Target
+from lobs.targets import Budget, Pattern, Target
 from lobs.trials import LOOKS, Evaluate, Trial, search
 
 
@@ -48,7 +50,7 @@ def prune(
     diagnostics: bool = False,
     held_out: Iterable[Any] | None = None,
     evaluate: Evaluate | None = None,
-    passes: int = 2,
+    passes: int = PASSES,
     batch_norm: bool = True,
     compensate: Compensate | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -156,6 +158,8 @@ def prune(
                 outcome = run(job, job.plan(wanted), last=later == rounds)
         certificate = outcome.certify(held_out)
         outlook = job.outlook({name: solution.removed for name, solution in outcome.solutions.items()})
+    if not (prune_bias or isinstance(wanted, Pattern)):
+        _warn_of_zeros(found, outcome.solutions)
     if inplace:
         _write_back(outcome.model, model)
     said: dict[str, Any] = {
@@ -207,7 +211,7 @@ def forecast(
     inputs: Inputs | None = None,
     layers: str | Iterable[str] | None = None,
     skip: str | Iterable[str] = (),
-    passes: int = 2,
+    passes: int = PASSES,
     prune_bias: bool = False,
     damping: float | None = None,
     batch_norm: bool = True,
@@ -242,6 +246,16 @@ def _forecast_options(wanted: Target, passes: int, damping: float | None, batch_
         # At its longest: no trial is good enough, and what the limits force is pruned after all of them.
         return {**options, "rounds": LOOKS + 1, "looks": 1}
     return options
+
+
+def _warn_of_zeros(layers: list[Layer], solutions: Mapping[str, Solution]) -> None:
+    """Say so where a network was sparser than its target asks."""
+    there = sum(int((layer.weight != 0).sum()) for layer in layers)
+    kept = sum(solutions[layer.name].kept for layer in layers if layer.name in solutions)
+    if there <= kept < sum(layer.weight.numel() for layer in layers):
+        caution(
+            f"these layers had {there:,} weights other than zero before, and {kept:,} are kept: ask for fewer than they had."
+        )
 
 
 def _write_back(pruned: nn.Module, model: nn.Module) -> None:

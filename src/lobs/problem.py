@@ -21,6 +21,7 @@ from lobs.solution import Solution
 from lobs.targets import Budget, ErrorBudget, Sparsity, Target
 
 _STRIP = 2**23  # numbers looked at together where a copy of the whole would be too large
+_DUST = 1e-6  # of a row's largest part in the output
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,6 +295,12 @@ def finish(problem: Problem, weight: Tensor, mask: Tensor, *, damping: float = 0
     # The best weights may lie beyond what the layer's type can hold, as half precision ends at 65,504.
     most = torch.finfo(problem.weight.dtype).max
     final = torch.where(mask, weight, torch.zeros_like(weight)).clamp(-most, most).to(problem.weight.dtype)
+    # What was zero must not come back as the last digits of a solve, nor a row change that lost nothing but zeros.
+    zero = problem.weight == 0
+    if bool(zero.any()):
+        size = final.abs() * problem.moment.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().unsqueeze(-2).to(final)
+        dust = zero & (size <= _DUST * size.amax(dim=-1, keepdim=True))
+        final = torch.where((mask | zero).all(dim=-1, keepdim=True), problem.weight, torch.where(dust, 0.0, final))
     return Solution(
         weight=final,
         mask=mask,

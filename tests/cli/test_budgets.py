@@ -114,3 +114,9 @@ def test_what_cannot_be_is_one_clear_line(own, options, said):
     with pytest.raises(LobsError) as caught:
         invoke("prune", own, *options)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", [("--pattern", "2:4"), ("--keep", "50%", "--scope", "layer")])
+def test_passes_are_refused_where_nothing_is_shared_out(own, target):
+    with pytest.raises(LobsError, match="--passes goes with a budget"):
+        invoke("prune", own, *target, "--passes", 3)

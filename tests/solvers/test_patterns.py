@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs import Block, Exact, LobsError, NByM, Problem, Structured, solve
+from lobs import Block, Exact, LobsError, NByM, Problem, Sparsity, Structured, solve
 from lobs.solvers.blocks import block_path
 from lobs.solvers.nbym import quota_of, solve_nbym
 from lobs.solvers.swaps import swap_within_groups
@@ -131,6 +131,25 @@ def test_swaps_help_where_float32_would_take_rounding_for_gains(pattern, monkeyp
     assert with_swaps < 0.9 * without
     monkeypatch.setattr("lobs.solvers.nbym._SINGLE_PRECISION_SWAPS", 0.0)
     assert solve_nbym(problem, target, method="admm").error <= without * (1 + 1e-9)  # rows keep what they had
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("target", [NByM(2, 4), Sparsity(0.5)])
+def test_columns_that_are_nearly_the_same_are_no_reason_to_fail(target, groups):
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(1536, 128, dtype=torch.float64, generator=generator)
+        x[:, :64] = x[:, :1] + 4e-4 * torch.randn(1536, 64, dtype=torch.float64, generator=generator)
+        psi = (x.T @ x / len(x)).expand(groups, -1, -1)
+        weight = torch.randn(groups, 8, 128, generator=generator)
+        problem = Problem(weight, psi, samples=1536) if groups > 1 else Problem(weight[0], psi[0], samples=1536)
+        assert solve(problem, "auto", target).error < solve(problem, "magnitude", target).error
+
+
+def test_a_layer_without_rows_has_nothing_to_lose():
+    problem = Problem(torch.randn(0, 8), torch.eye(8))
+    for target in (NByM(2, 4), Sparsity(0.5)):
+        assert solve(problem, "auto", target).weight.shape == (0, 8)
 
 
 def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -72,13 +73,14 @@ def say(text: str) -> None:
 
 @contextmanager
 def notes() -> Iterator[None]:
-    """Show numerical warnings as one-line notes on standard error, each once."""
+    """Show numerical warnings as one-line notes on standard error, each once, whatever its numbers."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         text = str(message)
-        if text not in seen:
-            seen.add(text)
+        kind = re.sub(r"= \d[\d.e+-]*", "=", text)  # the damping of a later pass over the same layer
+        if kind not in seen:
+            seen.add(kind)
             sys.stderr.write(f"{'note' if issubclass(category, NumericalWarning) else 'warning'}: {text}\n")
 
     with warnings.catch_warnings():
@@ -179,9 +181,10 @@ def optional(value: float | None, form: str = ".4g") -> str:
 
 def require_one(**options: Any) -> None:
     """Exactly one of several options must be given."""
-    given = [name for name, value in options.items() if value is not None]
+    spelled = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    given = [name for name, value in spelled.items() if value is not None]
     if len(given) != 1:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in options)
+        names = ", ".join(spelled)
         raise LobsError(f"give exactly one of {names}" + (f", not {' and '.join(given)}." if given else "."))
 
 

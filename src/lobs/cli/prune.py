@@ -82,7 +82,9 @@ def prune(
             "do not. asymmetric by default, dense with --epsilon."
         ),
     ] = None,
-    passes: Annotated[int, typer.Option(min=1, help="How often a budget for the whole network is shared out.")] = 2,
+    passes: Annotated[
+        int | None, typer.Option(min=1, help="How often a budget for the whole network is shared out; twice by default.")
+    ] = None,
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
@@ -143,13 +145,16 @@ def prune(
     distinct(report, "--report", out, file_of(network))
     distinct(log_json, "--log-json", out, report, file_of(network))
 
-    from lobs.arguments import check
+    from lobs.arguments import PASSES, check, shared
     from lobs.cli.subject import open_subject
     from lobs.distributed import launched, share
     from lobs.pipeline import forecast
     from lobs.pipeline import prune as run
 
     chosen = _solver(solver, seconds)
+    if passes is not None and not shared(target):
+        raise LobsError("--passes goes with a budget that the layers share: one number, --parameters, --flops or --bytes.")
+    passes = passes or PASSES
     with launched(time_out) as crew, notes():
         subject = open_subject(network, samples, trust=trust)
         if crew.leads and (dry_run or (memory is not None and not json)):

@@ -86,7 +86,7 @@ class ADMM:
         """
         pull = w @ gram
         keep = before = largest(w)
-        units = torch.ones_like(w[:, :1])
+        even = units = w.new_ones(len(w), 1, w.shape[-1])
         v = x = w
         dual, rho = torch.zeros_like(w), 0.0
         with memory.scratch(gram) as fresh:
@@ -99,7 +99,10 @@ class ADMM:
                     wanted = pull / units
                 if turn == 0:
                     rho = self.penalty or min(_MOST, max(_LEAST, _PENALTY * float(independence.log().mean().exp())))
-                inverse = linalg.ridge_inverse(matrix.div_(units).div_(units.mT), rho, overwrite=True)
+                inverse = linalg.try_ridge_inverse(matrix.div_(units).div_(units.mT), rho)
+                if inverse is None:  # units so far apart that these digits do not hold the matrix: equal energy always does
+                    v, dual, wanted, units = v / units, dual / units, pull, even
+                    inverse = linalg.ridge_inverse(fresh(), rho, overwrite=True)
                 for _ in range(self.steps):
                     x = dual.add_(torch.sub(v, dual).mul_(rho).add_(wanted) @ inverse)
                     keep = largest(x)

@@ -50,10 +50,10 @@ _TINY = 1e6
 class Auto:
     """Alternating directions, then swaps; tiny layers also from the exact greedy's support.
 
-    Its error is never above that of any start it ran. Deterministic unless `seconds` cuts the swaps short. Very wide layers
-    that keep much go without swaps; where a limit of memory leaves no room, `Columns`. By ε the start is the exact greedy
-    where that costs no more than `patience` times alternating directions. Patterns go to the solvers made for them, which weigh
-    their costs themselves.
+    Its error, on Ψ + λI where Ψ is damped, is never above that of any start it ran. Deterministic unless `seconds` cuts the
+    swaps short. Very wide layers that keep much go without swaps; where a limit of memory leaves no room, `Columns`. By ε the
+    start is the exact greedy where that costs no more than `patience` times alternating directions. Patterns go to the solvers
+    made for them, which weigh their costs themselves.
     """
 
     patience: float = 2.0

@@ -1,8 +1,9 @@
 """N:M patterns: alternating directions, then swaps within groups.
 
 Small layers, where a start is a matter of chance, are also started from exact greedy OBS in which a group stops giving when it
-has given its share. Rows are independent under such a pattern, so each takes whichever left it the smaller error, and keeps
-what it had where swaps, for rounding, did not help. Swaps cost rows·d³/4 multiply-adds; very wide layers go without.
+has given its share. Rows are independent under such a pattern, so each takes whichever left it the smaller error, on Ψ + λI
+where Ψ is damped, and keeps what it had where swaps, for rounding, did not help. Swaps cost rows·d³/4 multiply-adds; very wide
+layers go without.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def solve_nbym(
             first.append(admm_mask(metric.gram, metric.scaled(weight), quota))
         mask, best = _better_rows(metric, weight, *first)
         if swaps:
-            kind = torch.float64 if metric.independence < _SINGLE_PRECISION_SWAPS else sweep_dtype(metric, weight)
+            kind = sweep_dtype(metric, weight)
+            if problem.units is None and metric.independence < _SINGLE_PRECISION_SWAPS:  # wide ones have room for one matrix
+                kind = torch.float64
             gram, scaled = metric.gram.to(kind), metric.scaled(weight).to(kind)
             swapped = swap_within_groups(gram, scaled, mask, quota.group, backend=backend)
             mask, best = _better_rows(metric, weight, mask, swapped)
