@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 
 import pytest
@@ -122,6 +121,16 @@ def test_never_further_from_the_dense_network_on_the_batches_kept_back():
         assert deviation(model, pruned.model, data[7:]) == pytest.approx(effect.before, rel=1e-5)
 
 
+def test_a_module_used_twice_gets_its_parameters_back():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(12, 12), nn.ReLU())
+    model = nn.Sequential(block, block, nn.Linear(12, 3)).eval()
+    together = cut(model, batches())
+    assert together.settings["compensation"].startswith("all layers together")
+    assert isinstance(together.model[0][0].weight, nn.Parameter) and together.model[0] is together.model[1]
+    assert not bool(together.model[0][0].weight[~together.masks["0.0.weight"]].any())
+
+
 def test_shared_weights_stay_shared():
     class Twice(nn.Module):
         def __init__(self):
@@ -193,8 +202,7 @@ def test_batches_are_cut_only_where_that_makes_no_difference():
         found = splitting.split(network, data, len(data), 20, 100)
         if found is None:
             return None
-        once = sum(len(found.worked_on(i, batch)) for i, batch in enumerate(data))
-        return [len(b) for b in itertools.islice(found.at_work(), once)], [len(b) for b in found.kept_back()]
+        return [len(b) for b in found.at_work()], [len(b) for b in found.kept_back()]
 
     assert parts(first, [x]) == ([19, 19, 18], [8])
     assert parts(first, [(x, None), (x[:4], None)])[1] == [8]  # small ones stay whole

@@ -179,11 +179,26 @@ CASES = [*((name, "asymmetric", "exact") for name in SHARES), ("uneven", "dense"
     ("share", "inputs", "solver"), [*CASES, ("four", "asymmetric", "auto"), ("one without", "dense", "auto")]
 )
 def test_several_processes_prune_as_one_does(yard, tmp_path, share, inputs, solver):
-    shares = SHARES[share]
-    yard.send(1, [in_turn(shares)], tmp_path / "one", inputs=inputs, solver=solver)
-    assert yard.codes(len(shares), shares, tmp_path / "many", inputs=inputs, solver=solver) == [0] * len(shares)
+    shares, options = SHARES[share], {"inputs": inputs, "solver": solver, "compensate": "layers"}
+    yard.send(1, [in_turn(shares)], tmp_path / "one", **options)
+    assert yard.codes(len(shares), shares, tmp_path / "many", **options) == [0] * len(shares)
     one, many = masks(tmp_path / "one"), [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))]
     assert_alike(one, many[0])
+    for other in many[1:]:
+        assert all(torch.equal(t, other[1][n]) for n, t in many[0][1].items())
+
+
+@pytest.mark.parametrize("share", ["four", "one without"])
+def test_several_processes_move_all_weights_together_as_far_as_one_does(yard, tmp_path, share):
+    """Each draws the random signs of its own samples, so that the weights differ, but not by what they leave."""
+    shares = SHARES[share]
+    yard.send(1, [in_turn(shares)], tmp_path / "one", compensate="network")
+    assert yard.codes(len(shares), shares, tmp_path / "many", compensate="network") == [0] * len(shares)
+    one, many = masks(tmp_path / "one"), [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))]
+    kept_back = [said[2]["settings"]["compensation"].rpartition(" on ")[2] for said in (one, many[0])]
+    assert kept_back[0] == kept_back[1] and "samples kept back" in kept_back[0]
+    assert all(torch.equal(m, many[0][0][n]) for n, m in one[0].items())
+    assert one[2]["certificate"]["measured"] == pytest.approx(many[0][2]["certificate"]["measured"], rel=0.1)
     for other in many[1:]:
         assert all(torch.equal(t, other[1][n]) for n, t in many[0][1].items())
 

@@ -132,7 +132,7 @@ def test_a_teacher_needs_no_labels():
     with torch.no_grad():
         teacher[3].weight *= 8  # outputs that are worth learning
     teacher[2].p = 0.0
-    cut = prune(teacher, [x], Sparsity(0.6), progress=False)
+    cut = prune(teacher, [x], Sparsity(0.6), compensate="layers", progress=False)
 
     def distance(model):
         was = model.training

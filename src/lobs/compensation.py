@@ -126,8 +126,10 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     with together.agree():
         kept = some(parted.kept_back(), plan.samples)
     kept_back = Window(survivors, kept, join=parted.joins)
-    at_work = parted.at_work()
-    share = -(-min(plan.samples, int(samples * parted.portion)) // together.size)  # once round the data at most
+    # Where a step works on all there is, every process works on all that it has, and on nothing twice.
+    everything = plan.samples >= int(samples * parted.portion)
+    at_work = parted.at_work(forever=True)
+    share = -(-plan.samples // together.size)
     at = chosen = survivors.at
     first = before = best = kept_back.distance(at)
     if not kept_back.samples or not math.isfinite(first):
@@ -136,7 +138,7 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     with track("compensate", plan.steps) as advance:
         for turn in range(plan.steps):
             with together.agree():
-                now_at_work = some(at_work, share)
+                now_at_work = list(parted.at_work()) if everything else some(at_work, share)
             survivors.write(at)
             at = Window(survivors, now_at_work, join=parted.joins).step(at, turn)
             now = kept_back.distance(at)

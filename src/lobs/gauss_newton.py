@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -188,8 +189,20 @@ class _Network(nn.Module):
 
     def answer(self, at: Vector, batch: Any) -> Tensor:
         """The output with these weights in place of the network's own."""
-        out: Tensor = functional_call(self, {f"model.{name}": t for name, t in at.items()}, (batch,))
+        held = {f"model.{place}": t for name, t in at.items() for place in self._places(name)}
+        out: Tensor = functional_call(self, held, (batch,), tie_weights=False)
         return out
+
+    @cache  # noqa: B019 - a network lives as long as what is moved in it
+    def _places(self, name: str) -> list[str]:
+        """Where a parameter is held, each module once: torch would give one that is called by two names back to neither."""
+        known = dict(self.model.named_parameters(remove_duplicate=False))
+        found: dict[tuple[int, str], str] = {}
+        for place, parameter in known.items():
+            if parameter is known[name]:
+                owner, _, own = place.rpartition(".")
+                found.setdefault((id(self.model.get_submodule(owner)), own), place)
+        return list(found.values())
 
 
 def _tensor(answer: Any) -> Tensor:

@@ -35,9 +35,9 @@ class Split:
     worked_on: Callable[[int, Any], list[Any]]
     held: Callable[[int, Any], list[Any]]
 
-    def at_work(self) -> Iterator[Any]:
-        """What is worked on, round and round for as long as there are samples."""
-        return _stream(self.batches, self.worked_on, forever=True)
+    def at_work(self, *, forever: bool = False) -> Iterator[Any]:
+        """What is worked on, once, or round and round for as long as there are samples."""
+        return _stream(self.batches, self.worked_on, forever=forever)
 
     def kept_back(self) -> Iterator[Any]:
         """What is not, once."""
