@@ -60,13 +60,13 @@ _NOTES = """## How to read it, and where it differs
   mending what those before it spoiled; and on networks as small as the LeNets all surviving weights are then moved together, to where the outputs are nearest to the dense network's
   on the calibration images (`compensate="network"`: Gauss–Newton steps, no labels, no learning rate, no stochastic training). Whoever counts that as retraining reads the row "each layer by
   itself", which leaves it out. `settings` in the result file says what it was for the row.
-- **Which rows are older**: LeNet-300-100's four `default` rows and its "shared budget" rows to 1.5 % in one stage and in 10,000 iterations have the solver and the compensation as they are now. LeNet-5's and CIFAR-Net's `default` rows, the other
-  "shared budget" rows and ResNet-50's ran with an earlier start of `auto` (its errors by layer were some 1 % higher) and layer by layer; `lobs reproduce --again` would run them anew.
+- **Which rows are older**: the `default` rows of both LeNets, of ResNet-50 but `default-30`, LeNet-300-100's "shared budget" rows to 1.5 % in one stage and in 10,000 iterations and LeNet-5's in one stage have the solver
+  and the compensation as they are now. CIFAR-Net's `default` rows, the other "shared budget" rows and `default-30` ran with an earlier start of `auto` (its errors by layer were some 1 % higher) and layer by layer;
+  `lobs reproduce --again` would run them anew.
 - **ResNet-50's `auto` rows** ran before moments of few samples were damped (its last layer has 2,048 inputs and saw 500 images, its widest convolutions 4,608 and 24,500 patches) and have no
   re-estimated batch norms, which `shared-30` has; `lobs reproduce --again` would run them anew.
-- **ResNet-50's `default` rows** are `lobs.prune` with its default solver and inputs at one CR for every layer. `default-50` had the cores nearly to itself and ran before
-  paired moments and comparisons were made cheaper; `default-30` ran after, and other runs took one of the two cores for most of it: 3,385 seconds of one core with
-  the test, against 3,677.
+- **ResNet-50's `default` rows** are `lobs.prune` with its default solver and inputs at one CR for every layer. `default-50` had two cores to itself. The others that are not older had one core each, shared
+  with test runs in part; `default-30` two that other runs took one of for most of it.
 - **VGG-16's minutes** hold two of a pause and many shared with test runs; it used 8,728 seconds of one core, 73 minutes of two.
 - **"shared budget, 1.5 %, stages"** ran with an earlier form of the library; where its file has no `settings`, it is that run still.
 - **Iterations stop by the test error** where a row says it stopped early, as the paper's counts must have. That flatters every such row.
