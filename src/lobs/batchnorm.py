@@ -47,10 +47,14 @@ class BatchNormEffect:
 
     def __str__(self) -> str:
         if self.before is None or self.after is None:
-            return f"statistics of {len(self.layers)} batch norms re-estimated; effect not measured"
+            return f"statistics of {self._norms} re-estimated; effect not measured"
         done = "re-estimated" if self.changed else "left as they were, since re-estimating them does not help"
         moved = f"output deviation {self.before:.4g} → {self.after:.4g}"
-        return f"statistics of {len(self.layers)} batch norms {done} ({moved})"
+        return f"statistics of {self._norms} {done} ({moved})"
+
+    @property
+    def _norms(self) -> str:
+        return f"{len(self.layers)} batch norm{'s' * (len(self.layers) != 1)}"
 
 
 def find_norms(model: nn.Module) -> dict[str, _BatchNorm]:

@@ -82,7 +82,9 @@ def certificate(
             raise chain.NotAChainError(f"inputs came in {len(calibration.shapes)} different shapes")
         other = _other_difference(dense, pruned, calibration)
         if other:
-            raise chain.NotAChainError(f"'{other}' differs too, beside the layers (re-estimated batch norm, perhaps)")
+            raise chain.NotAChainError(
+                f"'{other}' differs too, beside the layers (re-estimated batch norms? batch_norm=False leaves them alone)"
+            )
         links = chain.links(pruned, calibration.example, errors, dict(dense_gains or {}))
         if absorbed:
             links = [replace(link, gain=0.0, frobenius_gain=0.0) if link.name in errors else link for link in links]
