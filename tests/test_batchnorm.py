@@ -247,6 +247,9 @@ def test_statistics_that_would_make_it_worse_stay_and_that_is_said():
     run, said = unmeasured(model, pruned, batches), iter([1.0, 2.0])
     effect = reestimate(pruned, model, lambda each: run(each) or next(said))
     assert effect is not None and not effect.changed and "does not help" in str(effect)
+    said = iter([1.0, 0.995])
+    hardly = reestimate(pruned, model, lambda each: run(each) or next(said))
+    assert hardly is not None and not hardly.changed and "hardly helps" in str(hardly)
     assert all(torch.equal(before[k], v) for k, v in pruned.state_dict().items())
 
 

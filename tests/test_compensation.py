@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jacrev
+from torch.utils.data import DataLoader, TensorDataset
 
 import lobs
 from lobs import compensation, gauss_newton, splitting
 from lobs.compensation import Compensation, compensate, effort
+from lobs.distributed import Crew
 from lobs.layers import find_layers
 
 
@@ -199,7 +204,7 @@ def test_batches_are_cut_only_where_that_makes_no_difference():
     x = torch.randn(64, 4, 8)
 
     def parts(network, data):
-        found = splitting.split(network, data, len(data), 20, 100)
+        found = splitting.split(network, data, 20, 100)
         if found is None:
             return None
         return [len(b) for b in found.at_work()], [len(b) for b in found.kept_back()]
@@ -210,7 +215,7 @@ def test_batches_are_cut_only_where_that_makes_no_difference():
     assert parts(first, [x[:15]] * 2) == ([15], [15])
     assert parts(second, [x]) is None and parts(second, [x, x]) == ([64], [64])
     assert parts(first, [x] * 8) == ([64] * 7, [64])
-    assert splitting.split(first, [{"src": x}], 1, 20, 100) is None
+    assert splitting.split(first, [{"src": x}], 20, 100) is None
 
 
 def test_the_data_are_not_held_for_what_is_too_dear():
@@ -261,6 +266,37 @@ def test_what_is_kept_back_does_not_come_again_in_another_order():
     moved = copy.deepcopy(pruned.model)
     effect = compensate(moved, model, Shuffled(data), find_layers(moved), pruned.masks, samples=200, madds=1e3, work=None)
     assert effect.kept_back == 24 and effect.after <= effect.before
+
+
+def test_a_shuffling_loader_of_large_batches_keeps_some_back():
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(torch.cat(batches(160))), batch_size=800, shuffle=True)
+    assert "samples kept back" in cut(network(), loader).settings["compensation"]
+
+
+@pytest.mark.parametrize("counts", [(16, 0), (0, 16), (12, 4), (4, 12), (5, 5, 6), (2, 0), (0, 2)])
+def test_processes_keep_back_what_one_alone_would(counts, monkeypatch):
+    class Told(Crew):
+        def hear(self, said):
+            return [*counts] if isinstance(said, int) and not isinstance(said, bool) else [said]
+
+    order = [(i, rank) for i in range(max(counts)) for rank in range(len(counts)) if i < counts[rank]]
+    every = min(8, len(order))
+    expected = {place for number, place in enumerate(order) if number % every == every - 1}
+    found = set()
+    for rank in range(len(counts)):
+        monkeypatch.setattr(splitting, "crew", lambda rank=rank: Told(rank, len(counts)))
+        monkeypatch.setattr(Told, "agree", lambda self: nullcontext())
+        data = [torch.full((3, 12), float(i)) for i in range(counts[rank])]  # too small to be cut
+        found |= {(int(batch[0, 0]), rank) for batch in splitting.split(network(), data, 100, 1000).kept_back()}
+    assert found == expected
+
+
+def test_networks_are_let_go():
+    model, data = network(), batches()
+    gone = weakref.ref(cut(model, data).model)
+    gc.collect()
+    assert gone() is None
 
 
 def test_batches_are_joined_only_where_that_makes_no_difference():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -120,6 +121,28 @@ def test_what_is_sparser_already_stays_as_it_is_and_is_told_so():
     for name, mask in again.masks.items():
         assert not bool(again.model.state_dict()[name][(sparse.state_dict()[name] == 0) | ~mask].any())
     assert again.certificate.measured < 1e-6
+
+
+def test_a_layer_that_loses_weights_is_no_sparse_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    with torch.no_grad():
+        model[0].weight *= torch.rand(64, 20) < 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lobs.NumericalWarning)
+        lobs.prune(model, [torch.randn(2000, 20)], Sparsity(0.5, scope="layer"), damping=1e-3, progress=False)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+def test_small_weights_that_come_back_are_not_taken_for_dust(kind):
+    z = torch.randn(4000, 8, 3, dtype=torch.float64) * 2e-5
+    z[..., 2] = z[..., 0] + z[..., 1] + 2e-6 * torch.randn(4000, 8, dtype=torch.float64)
+    weight = torch.full((4, 8, 3), 1e-3)
+    weight[..., 2] = 0
+    x = z.flatten(1)
+    problem = lobs.Problem(weight.flatten(1).to(kind), x.T @ x / 4000, samples=4000)
+    found = lobs.solve(problem, "auto", Sparsity(2 / 3))
+    assert found.error < 0.2 * found.energy and bool((found.weight != 0).sum() == 32)
 
 
 def test_a_generator_is_as_good_as_a_list():

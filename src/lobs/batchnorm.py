@@ -48,7 +48,8 @@ class BatchNormEffect:
     def __str__(self) -> str:
         if self.before is None or self.after is None:
             return f"statistics of {self._norms} re-estimated; effect not measured"
-        done = "re-estimated" if self.changed else "left as they were, since re-estimating them does not help"
+        help_ = "hardly helps" if self.after < self.before else "does not help"
+        done = "re-estimated" if self.changed else f"left as they were, since re-estimating them {help_}"
         moved = f"output deviation {self.before:.4g} → {self.after:.4g}"
         return f"statistics of {self._norms} {done} ({moved})"
 
@@ -67,8 +68,8 @@ def reestimate(model: nn.Module, dense: nn.Module, compare: Compare) -> BatchNor
     """Re-estimate the statistics of all batch norms that pruning has reached; None where there is none.
 
     They start as the dense network's. `compare` runs the dense and then the pruned network on every batch, calls what it is
-    given with the batch, and says in the end how far the output is from the dense one's; should that grow, the statistics are
-    again what they were.
+    given with the batch, and says in the end how far the output is from the dense one's; should that not
+    shrink by a hundredth, the statistics are again what they were.
     """
     norms, theirs = find_norms(model), find_norms(dense)
     if not norms:

@@ -35,6 +35,7 @@ WORK = 1.2e12
 _MOST = 12  # steps
 # Equations to an unknown that a step works on, and the fewest samples: fewer are learned by heart.
 _EQUATIONS, _FEWEST = 5.0, 1000
+_ENOUGH = 64  # samples to try a network out on
 _PATIENCE, _WORTH = 2, 0.002  # so many steps that take off less than this share are the end
 
 
@@ -113,14 +114,14 @@ def compensate(
 def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: float, work: float | None) -> Compensation:
     """Step until nothing more is won on the batches kept back, and leave the network at its best."""
     together = crew()
-    counts = together.hear(length(batches))
-    if None in counts:
+    if None in together.hear(length(batches)):
         return Compensation(reason="how many batches there are is not known: give them in a list or a DataLoader")
     unknowns = round(sum(float(mask.sum()) for mask in survivors.free.values()))
     plan = effort(unknowns, _outputs_a_sample(survivors, batches), madds, samples, work)
     if plan.reason:
         return Compensation(reason=plan.reason)
-    parted = split(survivors.dense, batches, sum(counts), plan.samples, (plan.steps + 1) * plan.samples // together.size)
+    share = -(-plan.samples // together.size)
+    parted = split(survivors.dense, batches, share, (plan.steps + 1) * share)
     if parted is None:
         return Compensation(reason=f"give two batches at least, one of which is kept back, or one of {SMALL} samples or more")
     with together.agree():
@@ -129,7 +130,6 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
     # Where a step works on all there is, every process works on all that it has, and on nothing twice.
     everything = plan.samples >= int(samples * parted.portion)
     at_work = parted.at_work(forever=True)
-    share = -(-plan.samples // together.size)
     at = chosen = survivors.at
     first = before = best = kept_back.distance(at)
     if not kept_back.samples or not math.isfinite(first):
@@ -159,7 +159,7 @@ def _move(survivors: Survivors, batches: Iterable[Any], samples: int, madds: flo
 def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
     """How many numbers the network gives for one sample; also a first try whether it can be differentiated."""
     with crew().agree():
-        first = next(iter(batches), None)
+        first = _little(next(iter(batches), None))
     counted, seen, fault = 0, 0, ""
     if first is not None:
         try:
@@ -171,6 +171,12 @@ def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
         raise ImpossibleError(f"the network cannot be differentiated forward and back: {faults[0]}")
     total, samples = crew().total(counted, seen)
     return total / max(1.0, samples)
+
+
+def _little(batch: Any) -> Any:
+    """The first samples of a batch: derivatives of a whole one may take more memory than there is."""
+    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return x[:_ENOUGH] if isinstance(x, Tensor) and x.dim() > 1 and len(x) > _ENOUGH else batch
 
 
 def _free(layers: Sequence[Layer], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:

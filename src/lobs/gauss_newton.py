@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -183,6 +182,7 @@ class _Network(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.places: dict[str, list[str]] = {}
 
     def forward(self, batch: Any) -> Tensor:
         return _tensor(call(self.model, batch))
@@ -193,16 +193,17 @@ class _Network(nn.Module):
         out: Tensor = functional_call(self, held, (batch,), tie_weights=False)
         return out
 
-    @cache  # noqa: B019 - a network lives as long as what is moved in it
     def _places(self, name: str) -> list[str]:
         """Where a parameter is held, each module once: torch would give one that is called by two names back to neither."""
-        known = dict(self.model.named_parameters(remove_duplicate=False))
-        found: dict[tuple[int, str], str] = {}
-        for place, parameter in known.items():
-            if parameter is known[name]:
-                owner, _, own = place.rpartition(".")
-                found.setdefault((id(self.model.get_submodule(owner)), own), place)
-        return list(found.values())
+        if name not in self.places:
+            known = dict(self.model.named_parameters(remove_duplicate=False))
+            found: dict[tuple[int, str], str] = {}
+            for place, parameter in known.items():
+                if parameter is known[name]:
+                    owner, _, own = place.rpartition(".")
+                    found.setdefault((id(self.model.get_submodule(owner)), own), place)
+            self.places[name] = list(found.values())
+        return self.places[name]
 
 
 def _tensor(answer: Any) -> Tensor:

@@ -126,7 +126,7 @@ def ridge_inverse(gram: Tensor, penalty: float, *, overwrite: bool = False) -> T
 
 
 def try_ridge_inverse(gram: Tensor, penalty: float) -> Tensor | None:
-    """(G + ρI)⁻¹ in G's own memory, or None, and G is lost, where rounding has made it indefinite."""
+    """(G + ρI)⁻¹, or None where rounding has made it indefinite; G is lost."""
     try:
         inverse = ridge_inverse(gram, penalty, overwrite=True)
     except ProblemError:

@@ -83,7 +83,8 @@ def prune(
         evaluate: the score that `Budget(max_drop=…)` is about, larger is better.
         passes: how often a network-wide budget is shared out: the second time by how the network pruned the first time, not the
             dense one, answers to its units. 1 takes half the time. Trials of `max_drop` share it out once each.
-        batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one.
+        batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one, by a
+            hundredth at least.
         compensate: "layers": surviving weights take the values that are best for their own layer. "network": in the end all of
             them move together to where the network's output is nearest to the dense one's, on `batches` and with no labels;
             needs asymmetric inputs. By default "network" with the default solver on networks so small that this takes about
@@ -158,7 +159,7 @@ def prune(
                 outcome = run(job, job.plan(wanted), last=later == rounds)
         certificate = outcome.certify(held_out)
         outlook = job.outlook({name: solution.removed for name, solution in outcome.solutions.items()})
-    if not (prune_bias or isinstance(wanted, Pattern)):
+    if not (prune_bias or trials or isinstance(wanted, Pattern)):
         _warn_of_zeros(found, outcome.solutions)
     if inplace:
         _write_back(outcome.model, model)
@@ -249,13 +250,11 @@ def _forecast_options(wanted: Target, passes: int, damping: float | None, batch_
 
 
 def _warn_of_zeros(layers: list[Layer], solutions: Mapping[str, Solution]) -> None:
-    """Say so where a network was sparser than its target asks."""
-    there = sum(int((layer.weight != 0).sum()) for layer in layers)
-    kept = sum(solutions[layer.name].kept for layer in layers if layer.name in solutions)
-    if there <= kept < sum(layer.weight.numel() for layer in layers):
-        caution(
-            f"these layers had {there:,} weights other than zero before, and {kept:,} are kept: ask for fewer than they had."
-        )
+    """Say so where layers were all sparser than is asked of them."""
+    pairs = [(int((layer.weight != 0).sum()), solutions[layer.name].kept) for layer in layers if layer.name in solutions]
+    there, kept = (sum(numbers) for numbers in zip(*pairs, strict=True)) if pairs else (0, 0)
+    if all(had <= left for had, left in pairs) and there < kept < sum(layer.weight.numel() for layer in layers):
+        caution(f"these layers had {there:,} weights other than zero, and {kept:,} are kept: ask for fewer than they had.")
 
 
 def _write_back(pruned: nn.Module, model: nn.Module) -> None:

@@ -298,7 +298,8 @@ def finish(problem: Problem, weight: Tensor, mask: Tensor, *, damping: float = 0
     # What was zero must not come back as the last digits of a solve, nor a row change that lost nothing but zeros.
     zero = problem.weight == 0
     if bool(zero.any()):
-        size = final.abs() * problem.moment.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt().unsqueeze(-2).to(final)
+        energy = problem.moment.diagonal(dim1=-2, dim2=-1).clamp_min(0).to(torch.float64)
+        size = final.abs() * energy.sqrt().unsqueeze(-2)  # in float64: half precision would lose small ones and large ones
         dust = zero & (size <= _DUST * size.amax(dim=-1, keepdim=True))
         final = torch.where((mask | zero).all(dim=-1, keepdim=True), problem.weight, torch.where(dust, 0.0, final))
     return Solution(

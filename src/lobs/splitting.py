@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lobs.distributed import crew
 from lobs.gauss_newton import separable
-from lobs.running import batch_size
+from lobs.running import batch_size, length
 
 KEPT_BACK = 8
 SMALL = 2 * KEPT_BACK  # batches of fewer samples are not cut
@@ -44,28 +44,31 @@ class Split:
         return _stream(self.batches, self.held)
 
 
-def split(network: nn.Module, batches: Iterable[Any], count: int, most: int, needed: int) -> Split | None:
-    """Part batches, of which all processes have `count`, for a network; None where nothing can be kept back.
+def split(network: nn.Module, batches: Iterable[Any], most: int, needed: int) -> Split | None:
+    """Part batches, which have a length, for a network; None where nothing can be kept back.
 
-    A step works on `most` samples, all of them on as many as `needed`, in each process.
+    A step works on `most` samples of this process, all of them on as many as `needed`.
     """
     together = crew()
     with together.agree():
         batches = _steady(batches, needed)
         first_two = list(islice(batches, 2))
-    if count < KEPT_BACK:
+    counts: list[int] = together.hear(length(batches) or 0)
+    if sum(counts) < KEPT_BACK:
         parts = [part for side in _cut(first_two[0], most) for part in side] if first_two else []
         cut = len(parts) > 1 and separable(network, [parts[0], parts[-1]])
         # One that has no batches, or small ones first, goes with the others.
         if all(together.hear(cut or len(parts) <= 1)) and any(together.hear(cut)):
             worked_on, held = (lambda _, batch, side=side: _cut(batch, most)[side] for side in (0, 1))
             return Split(batches, 1 - 1 / KEPT_BACK, True, worked_on, held)
-    if count < 2:
+    if sum(counts) < 2:
         return None
-    every = min(KEPT_BACK, count)
+    every = min(KEPT_BACK, sum(counts))
 
     def back(index: int) -> bool:
-        return (index * together.size + together.rank) % every == every - 1
+        """Whether a batch of this process would be an eighth one if one process had been given all in turns."""
+        number = sum(min(count, index) for count in counts) + sum(count > index for count in counts[: together.rank])
+        return number % every == every - 1
 
     return Split(
         batches,
@@ -94,7 +97,7 @@ def _cut(batch: Any, most: int) -> tuple[list[Any], list[Any]]:
         return [batch], []
     edge = len(x) - len(x) // KEPT_BACK
     pieces = -(-edge // max(1, most))
-    return list(torch.split(x[:edge], -(-edge // pieces))), [x[edge:]]
+    return list(torch.split(x[:edge], -(-edge // pieces))), [x[edge:].clone()]  # not a view: it outlives the batch
 
 
 def _steady(batches: Iterable[Any], samples: int) -> Iterable[Any]:

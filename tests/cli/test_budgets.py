@@ -116,7 +116,7 @@ def test_what_cannot_be_is_one_clear_line(own, options, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("target", [("--pattern", "2:4"), ("--keep", "50%", "--scope", "layer")])
+@pytest.mark.parametrize("target", [("--pattern", "2:4"), ("--keep", "50%", "--scope", "layer"), ("--max-drop", 5)])
 def test_passes_are_refused_where_nothing_is_shared_out(own, target):
     with pytest.raises(LobsError, match="--passes goes with a budget"):
         invoke("prune", own, *target, "--passes", 3)

@@ -73,7 +73,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def notes() -> Iterator[None]:
-    """Show numerical warnings as one-line notes on standard error, each once, whatever its numbers."""
+    """Show numerical warnings as one-line notes on standard error, each once, whatever its λ."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

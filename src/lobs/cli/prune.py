@@ -152,7 +152,7 @@ def prune(
     from lobs.pipeline import prune as run
 
     chosen = _solver(solver, seconds)
-    if passes is not None and not shared(target):
+    if passes is not None and (max_drop is not None or not shared(target)):
         raise LobsError("--passes goes with a budget that the layers share: one number, --parameters, --flops or --bytes.")
     passes = passes or PASSES
     with launched(time_out) as crew, notes():

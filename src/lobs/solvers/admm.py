@@ -102,7 +102,9 @@ class ADMM:
                 inverse = linalg.try_ridge_inverse(matrix.div_(units).div_(units.mT), rho)
                 if inverse is None:  # units so far apart that these digits do not hold the matrix: equal energy always does
                     v, dual, wanted, units = v / units, dual / units, pull, even
-                    inverse = linalg.ridge_inverse(fresh(), rho, overwrite=True)
+                    del matrix
+                    matrix = fresh()
+                    inverse = linalg.ridge_inverse(matrix, rho, overwrite=True)
                 for _ in range(self.steps):
                     x = dual.add_(torch.sub(v, dual).mul_(rho).add_(wanted) @ inverse)
                     keep = largest(x)
