@@ -226,7 +226,7 @@ ROWS = [
     Row("cifarnet-wide/lwc", "LWC", _CW, Paper(18.57, 9, 87.65, 19.36, 1.62e5), baseline("magnitude")),
     Row("cifarnet-wide/lobs", "L-OBS", _CW, Paper(18.57, 9, 21.32, 18.76, 1020), once("lobs", "paper", 1020)),
     Row("cifarnet-wide/lobs-shared", "L-OBS, 9 % shared out as by default", _CW, None, once("lobs", 0.09, 0)),
-    Row("cifarnet-wide/exact", "exact, the same in every layer", _CW, None, once("exact", "paper", 0)),
+    Row("cifarnet-wide/exact", "exact, as much of each layer as L-OBS", _CW, None, once("exact", "paper", 0)),
     Row("cifarnet-wide/default", "default, 9 %", _CW, None, once(None, 0.09, 0)),
     Row("cifarnet-wide/default-light", "default, 9 %, light retraining", _CW, None, once(None, 0.09, 1020)),
 ]
