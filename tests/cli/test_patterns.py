@@ -54,7 +54,7 @@ def test_n_by_m_along_channels_is_recorded_and_kept(folder):
 def test_a_pattern_is_in_the_report(folder):
     assert prune("--pattern", "2:4", "--report", "r.html").exit_code == 0
     page = (folder / "r.html").read_text(encoding="utf-8")
-    assert "NByM(n=2, m=4" in page and "batch norms" in page
+    assert "NByM(n=2, m=4" in page and "statistics of 1 batch norm " in page
 
 
 def test_blocks_from_the_shell(folder):
@@ -65,7 +65,7 @@ def test_blocks_from_the_shell(folder):
 
 def test_units_from_the_shell_shrink_and_open_again(folder):
     done = prune("--structured", "units", "--sparsity", "50%")
-    assert "batch norms" in done.output
+    assert "statistics of 1 batch norm " in done.output
     assert call("verify", "p.safetensors", "--trust").exit_code == 0
     shrunk = call("shrink", "p.safetensors", "--trust", "--out", "small.safetensors", "--json")
     document = json.loads(shrunk.output)
