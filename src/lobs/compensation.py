@@ -25,7 +25,7 @@ from lobs.errors import LobsError
 from lobs.gauss_newton import PASSES, ImpossibleError, Survivors, Window, differentiable, parameters_of
 from lobs.layers import Layer
 from lobs.progress import track
-from lobs.running import batch_size, evaluating, length
+from lobs.running import batch_size, evaluating, length, plain_input
 from lobs.splitting import SMALL, some, split
 
 Compensate: TypeAlias = Literal["layers", "network"]
@@ -175,8 +175,8 @@ def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
 
 def _little(batch: Any) -> Any:
     """The first samples of a batch: derivatives of a whole one may take more memory than there is."""
-    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    return x[:_ENOUGH] if isinstance(x, Tensor) and x.dim() > 1 and len(x) > _ENOUGH else batch
+    x = plain_input(batch)
+    return batch if x is None else x[:_ENOUGH]
 
 
 def _free(layers: Sequence[Layer], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:

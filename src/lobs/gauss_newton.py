@@ -23,7 +23,7 @@ from lobs.errors import CrewError, LobsError
 from lobs.layers import Layer, watching
 from lobs.layers.observing import Handle
 from lobs.preconditioning import Preconditioner, Vector, affordable
-from lobs.running import batch_size, call, main_output
+from lobs.running import batch_size, call, main_output, plain_input
 
 INSIDE = 4  # conjugate-gradient steps
 PASSES = 6 * INSIDE + 12  # forward passes that a step costs as much as
@@ -224,9 +224,8 @@ def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
 
     Not so where samples are not the first dimension, or look at each other.
     """
-    xs = [batch[0] if isinstance(batch, tuple | list) else batch for batch in batches]
-    plain = [x for x in xs if isinstance(x, Tensor) and x.dim() > 1]
-    if len(plain) < 2 or len(plain) < len(xs):
+    plain = [x for batch in batches if (x := plain_input(batch)) is not None]
+    if len(plain) < 2 or len(plain) < len(batches):
         return False
     try:
         with torch.no_grad():
@@ -244,9 +243,9 @@ def _merged(batches: list[Any]) -> list[Any]:
     """Batches of plain tensors joined to larger ones: what a call costs beside its products counts a hundred times here."""
     merged: list[Any] = []
     for batch in batches:
-        x = batch[0] if isinstance(batch, tuple | list) else batch
+        x = plain_input(batch)
         last = merged[-1] if merged else None
-        if not isinstance(x, Tensor) or x.dim() < 2:
+        if x is None:
             merged.append(batch)
         elif isinstance(last, Tensor) and last.shape[1:] == x.shape[1:] and last.numel() + x.numel() <= _TOGETHER:
             merged[-1] = torch.cat([last, x])

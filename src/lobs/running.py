@@ -76,6 +76,12 @@ def _floating(out: Any) -> Iterator[Tensor]:
             yield from _floating(part)
 
 
+def plain_input(batch: Any) -> Tensor | None:
+    """A batch's input where that is one tensor of several dimensions, alone or first in a tuple: such can be cut and joined."""
+    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return x if isinstance(x, Tensor) and x.dim() > 1 else None
+
+
 def batch_size(batch: Any) -> int:
     """How many samples a batch holds: the first dimension of its first tensor."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]

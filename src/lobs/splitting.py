@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lobs.distributed import crew
 from lobs.gauss_newton import separable
-from lobs.running import batch_size, length
+from lobs.running import batch_size, length, plain_input
 
 KEPT_BACK = 8
 SMALL = 2 * KEPT_BACK  # batches of fewer samples are not cut
@@ -92,8 +92,8 @@ def some(batches: Iterator[Any], samples: int) -> list[Any]:
 
 def _cut(batch: Any, most: int) -> tuple[list[Any], list[Any]]:
     """Seven eighths of a batch, in pieces of at most so many samples, and the last eighth; of a small one only itself."""
-    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
-    if not isinstance(x, Tensor) or x.dim() < 2 or len(x) < SMALL:
+    x = plain_input(batch)
+    if x is None or len(x) < SMALL:
         return [batch], []
     edge = len(x) - len(x) // KEPT_BACK
     pieces = -(-edge // max(1, most))
