@@ -75,3 +75,13 @@ def test_rows_trade_by_importance_and_keep_the_number():
     assert int(chosen[0].sum()) > 3
     weighted = [float((errors(gram, linear, weight, mask) * importance).sum()) for mask in (inside, chosen)]
     assert weighted[1] < weighted[0]
+
+
+@pytest.mark.parametrize("backend", ["torch", "compiled"])
+def test_what_swaps_say_they_gained_is_what_the_errors_fell_by(backend):
+    gram, linear, weight, inside = batch(8, 12, 5)
+    chosen = inside.clone()
+    _, gained = kernels.improve(gram.clone(), linear.clone(), chosen, torch.ones(8, dtype=torch.float64), backend=backend)
+    fell = errors(gram, linear, weight, inside) - errors(gram, linear, weight, chosen)
+    torch.testing.assert_close(gained, fell, rtol=1e-8, atol=1e-9)
+    assert float(gained.sum()) > 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,19 +41,22 @@ class ADMM:
 
     Time `penalties` · (d³ + `steps` · rows·d²) multiply-adds, memory of two d×d matrices and seven copies of the weight. By ε
     it searches the count, about a dozen runs. Runs in float32 unless the weights are float64. `penalty` is the first one; by
-    default it goes by how independent the columns are.
+    default it goes by how independent the columns are. `units` are those of equal cost or, as usual elsewhere, equal energy.
     """
 
     penalty: float | None = None
     growth: float = 1.6
     penalties: int = 7
     steps: int = 8
+    units: Literal["cost", "energy"] = "cost"
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
         positive = self.penalty is None or self.penalty > 0
         if not (positive and self.growth > 1 and self.penalties >= 1 and self.steps >= 1):
             raise SolverError(f"{self!r}: penalty must be positive, growth over 1, penalties and steps at least 1.")
+        if self.units not in ("cost", "energy"):
+            raise SolverError(f"{self!r}: units are 'cost' or 'energy'.")
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""
@@ -94,7 +98,7 @@ class ADMM:
                 matrix = fresh()
                 if turn in (0, _AGAIN):
                     independence = typical_independence(matrix, keep, _TYPICAL)
-                    change = _equal(independence) / units
+                    change = (_equal(independence) if self.units == "cost" else even) / units
                     units, v, dual = units * change, v * change, dual * change
                     wanted = pull / units
                 if turn == 0:

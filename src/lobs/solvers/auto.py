@@ -2,8 +2,9 @@
 
 Alternating directions take as many matrix products of rows·d² as they take steps, and in the right units end below the exact
 greedy, which costs rows·d³/3 multiply-adds; swaps bring either below both, and for about as long as rivals take in all. On
-tiny layers, where a start is a matter of chance, both are run. For a limit on the error instead of a count the exact greedy is
-preferred where it is affordable: it knows the error at every count.
+tiny layers, where a start is a matter of chance, both are run; and where swaps find far more than they should, because columns
+that replace each other have misled the start, others are tried too. For a limit on the error instead of a count the exact
+greedy is preferred where it is affordable: it knows the error at every count.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lobs import memory
+from lobs.distributed import crew
 from lobs.problem import Problem, Solver
 from lobs.solution import Solution
 from lobs.solvers.admm import ADMM
@@ -44,11 +46,19 @@ _DEAREST = 2.5
 _BLIND = 1e-5
 # Multiply-adds of one step below which a layer is tiny.
 _TINY = 1e6
+# Where swaps are sure to follow they end as low from a support that has not settled yet, two penalties earlier
+# (`benchmarks.sketch`); where their rounds are not counted there is nothing to save.
+_SKETCH = ADMM(penalties=5)
+# A first round of swaps takes some hundredths off the error. Where it takes off more than this share of it the start was poor:
+# columns replace each other, and alternating directions drop them together. With few weights kept it takes more off any start.
+_POOR, _FEW = 0.1, 0.08
+# Such layers are worth so many times rivals' time for the exact greedy's support too.
+_RESCUE = 10
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Alternating directions, then swaps; tiny layers also from the exact greedy's support.
+    """Alternating directions, then swaps; tiny layers, and those whose start was poor, also from the exact greedy's support.
 
     Its error, on Ψ + λI where Ψ is damped, is never above that of any start it ran. Deterministic unless `seconds` cuts the
     swaps short. Very wide layers that keep much go without swaps; where a limit of memory leaves no room, `Columns`. By ε the
@@ -70,11 +80,19 @@ class Auto:
         count = target.count(problem.prunable)
         if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
             return Columns()(problem, target)
-        found = self._from_support(problem, costs(problem)[1], *ADMM().support(problem, count))
-        if problem.weight.numel() * problem.weight.shape[-1] > _TINY:
+        kept = problem.weight.numel() - count
+        greedy, directions = costs(problem, _SKETCH)
+        turns = _rounds(problem, kept, directions)
+        sketched = turns and self.seconds is None and _round(problem, kept) > _SOON
+        found, gained = self._from_support(problem, turns, *(_SKETCH if sketched else ADMM()).support(problem, count))
+        poor = self.seconds is None and kept > _FEW * problem.weight.numel() and gained > _POOR * found.error
+        if crew().hear(poor)[0]:  # all processes go the same way
+            others = self._rescues(problem, count)
+        elif problem.weight.numel() * problem.weight.shape[-1] <= _TINY:
+            others = [self._from_support(problem, _rounds(problem, kept, greedy), Exact().path(problem).mask_at(count))[0]]
+        else:
             return found
-        other = self._from_support(problem, costs(problem)[0], Exact().path(problem).mask_at(count))
-        return min(found, other, key=lambda solution: weighted_error(problem, solution.weight))
+        return min(found, *others, key=lambda solution: weighted_error(problem, solution.weight))
 
     def start(self, problem: Problem) -> Exact | ADMM | Columns:
         """Which solver finds the first support where the count is not known."""
@@ -83,22 +101,36 @@ class Auto:
             return Exact()
         return ADMM() if memory.affords(ADMM.bytes(*problem.weight.shape[-2:])) else Columns()
 
-    def _from_support(self, problem: Problem, spent: float, mask: Tensor, near: Tensor | None = None) -> Solution:
-        """Swap at once: least squares on the first support would cost as much as a round of swaps."""
-        turns = _rounds(problem, int(mask.sum()), spent)
+    def _rescues(self, problem: Problem, count: int) -> list[Solution]:
+        """Solutions from other starts: units of equal energy, and the exact greedy's support where it can be afforded."""
+        found = [self._from_support(problem, _MOST, *ADMM(units="energy").support(problem, count))[0]]
+        if costs(problem)[0] <= _RESCUE * _rivals(problem) and memory.affords(Exact.bytes(*problem.weight.shape[-2:])):
+            found.append(self._from_support(problem, _MOST, Exact().path(problem).mask_at(count))[0])
+        return found
+
+    def _from_support(self, problem: Problem, turns: int, mask: Tensor, near: Tensor | None = None) -> tuple[Solution, float]:
+        """Swap at once, for so many rounds: least squares on the first support would cost as much as one of them.
+
+        Beside it, what the first round took off the error.
+        """
         if not turns:
-            return on_support(problem, mask, near)
-        found = on_support(problem, *swap(problem, mask, near, rounds=turns, seconds=self.seconds))
-        if found.error > _BLIND * found.energy:
-            return found
-        return min(found, on_support(problem, mask), key=lambda solution: solution.error)
+            return on_support(problem, mask, near), 0.0
+        done = swap(problem, mask, near, rounds=turns, seconds=self.seconds)
+        found = on_support(problem, done.mask, done.values)
+        if found.error <= _BLIND * found.energy:
+            found = min(found, on_support(problem, mask), key=lambda solution: solution.error)
+        return found, done.gained
+
+
+def _rivals(problem: Problem) -> float:
+    """About how many seconds rivals take."""
+    d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
+    return (_DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2) / 1e9
 
 
 def _rounds(problem: Problem, kept: int, spent: float) -> int:
     """How many rounds of swaps there is time for after a first support, when rivals' time is all there is; mostly one."""
-    d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
-    theirs = (_DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2) / 1e9
-    one = _round(problem, kept)
+    theirs, one = _rivals(problem), _round(problem, kept)
     if one <= _SOON:
         return _MOST
     return 0 if one > _DEAREST * theirs else max(1, min(_MOST, int((theirs - spent) / one)))
@@ -114,13 +146,13 @@ def _round(problem: Problem, kept: int) -> float:
 
 def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | None = None) -> float:
     """About how long a solver takes on a layer of so many rows in all; what is not known is taken for `Auto`."""
-    greedy, directions = costs_of(groups, rows, d)
+    greedy = _greedy(rows, d)
     match solver, target:
         case Scored(), _:
             return 0.0
         case _, NByM():
             work = rows // groups * d**3
-            first = directions * STEPS / ADMM().steps
+            first = _directions(ADMM(steps=STEPS), groups, rows, d)
             return first + greedy * ((work <= GREEDY_UP_TO) + _GROUP_SWAPS * (work <= SWAPS_UP_TO))
         case _, Block(shape=(high, _)):
             return _BLOCKS * groups * -(-rows // groups // high) * d**3 / 2e9
@@ -131,21 +163,23 @@ def seconds_of(solver: Solver, groups: int, rows: int, d: int, target: Target | 
         case LOBS(), _:
             return (_FACTOR * groups * d**3 + PRODUCT * PRODUCTS * rows * d**2) / 1e9
         case ADMM(), _:
-            return directions
+            return _directions(solver, groups, rows, d)
         case Columns(steps=steps), _:
             return (_FACTOR * groups * d**3 * 4 / 3 + PRODUCT * (1 + steps) * rows * d**2) / 1e9
     if not memory.affords(ADMM.bytes(rows // groups, d)):
         return seconds_of(Columns(), groups, rows, d)
-    return 2 * directions  # with swaps and least squares
+    return 2 * _directions(ADMM(), groups, rows, d)  # with swaps and least squares
 
 
-def costs(problem: Problem) -> tuple[float, float]:
+def costs(problem: Problem, directions: ADMM = ADMM()) -> tuple[float, float]:  # noqa: B008 - frozen
     """Estimated seconds of (exact greedy, alternating directions) on two cores, without what both share."""
-    return costs_of(len(problem.groups), problem.weight[..., 0].numel(), problem.weight.shape[-1])
+    shape = len(problem.groups), problem.weight[..., 0].numel(), problem.weight.shape[-1]
+    return _greedy(*shape[1:]), _directions(directions, *shape)
 
 
-def costs_of(groups: int, rows: int, d: int) -> tuple[float, float]:
-    """The same for a shape: rows of all groups, and columns."""
-    admm = ADMM()
-    directions = admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2)
-    return _EXACT * rows * d**3 / 3e9, directions / 1e9
+def _greedy(rows: int, d: int) -> float:
+    return _EXACT * rows * d**3 / 3e9
+
+
+def _directions(admm: ADMM, groups: int, rows: int, d: int) -> float:
+    return admm.penalties * (_FACTOR * groups * d**3 / 2 + PRODUCT * admm.steps * rows * d**2) / 1e9

@@ -99,6 +99,11 @@ class Exact:
     backend: kernels.Backend = "auto"
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
+    @staticmethod
+    def bytes(rows: int, columns: int) -> int:
+        """What a sweep takes beside the moment: an inverse and a copy of it a thread, orders and losses."""
+        return 8 * (1 + torch.get_num_threads()) * columns**2 + 12 * rows * columns
+
     def path(self, problem: Problem) -> DeletionPath:
         """Run to the end: order and losses of every deletion."""
         columns, losses = [], []

@@ -48,8 +48,8 @@ class Refine:
         """Make a solution better."""
         if not self.swaps:
             return _same_support(problem, found)
-        mask, near = swap(problem, found.mask, rounds=self.rounds, seconds=self.seconds)
-        better = on_support(problem, mask, near)
+        done = swap(problem, found.mask, rounds=self.rounds, seconds=self.seconds)
+        better = on_support(problem, done.mask, done.values)
         # Rows trade by importance, so the plain error may rise while the weighted one falls.
         improved = weighted_error(problem, better.weight) <= weighted_error(problem, found.weight)
         # A tie may fall differently on another kind of processor, and all must go the same way.

@@ -10,6 +10,7 @@ flops and |S|²·|U| a row: at 90 % sparsity a hundredth of the exact greedy's d
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,17 @@ _STEPS = 15  # conjugate gradient steps for values that only the choice of pools
 _FEW = 5  # where they start near
 
 
+class Exchanged(NamedTuple):
+    """A mask with as many kept, weights at or near its best, and what the first round of swaps took off the error.
+
+    Weights are (groups, rows, d) in equilibrated units.
+    """
+
+    mask: Tensor
+    values: Tensor
+    gained: float
+
+
 def swap(
     problem: Problem,
     mask: Tensor,
@@ -41,29 +53,30 @@ def swap(
     rounds: int = 3,
     seconds: float | None = None,
     backend: kernels.Backend = "auto",
-) -> tuple[Tensor, Tensor]:
-    """Exchange weights of a support for better ones; returns a mask with as many kept, and weights at or near its best.
+) -> Exchanged:
+    """Exchange weights of a support for better ones, starting `near` its best, in the units of what is given back.
 
-    Weights, those to start `near` too, are (groups, rows, d) in equilibrated units. Stops when a round moves next to nothing,
-    after `rounds`, or when `seconds` are over.
+    Stops when a round moves next to nothing, after `rounds`, or when `seconds` are over.
     """
     late = None if seconds is None else time.perf_counter() + seconds
     gram, weight = stacked(problem)
     kept = mask.view(weight.shape).clone(memory_format=torch.contiguous_format)
     crew().tell(kept)  # another kind of processor may have chosen otherwise where two weights are as good
     groups = [_Rows(problem, g, kept[g], late, backend) for g in range(len(weight))]
-    values = weight if near is None else near
+    values, first = weight if near is None else near, 0.0
     for turn in range(max(1, rounds)):
         if turn == 0 or not all(group.remembers for group in groups):
             steps = _STEPS if near is None or turn else _FEW
             values = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=steps, tolerance=1e-2)
             values = values.to(problem.metrics[0].gram.dtype)
-        moves = sum(group.exchange(v) for group, v in zip(groups, values, strict=True))
+        found = [group.exchange(v) for group, v in zip(groups, values, strict=True)]
+        moves, gained = (sum(kind) for kind in zip(*found, strict=True))
+        first = first if turn else gained
         if moves <= _ENOUGH * weight[..., 0].numel() or all(group.complete for group in groups):
             break
         if late is not None and crew().hear(time.perf_counter() > late)[0]:
             break
-    return kept.view(mask.shape), values
+    return Exchanged(kept.view(mask.shape), values, first)
 
 
 def pool_size(kept: float, free: int) -> int:
@@ -105,25 +118,28 @@ class _Rows:
         """Does every pool hold all columns, so that one round finds all there is?"""
         return self.pool == self.free
 
-    def exchange(self, values: Tensor) -> int:
-        """One round of swaps in every row and trades among them. Returns the number of moves; updates `values` if it can.
+    def exchange(self, values: Tensor) -> tuple[float, float]:
+        """One round of swaps in every row and trades among them; updates `values` if it can.
 
-        Batches know nothing of each other, so several processes take turns at them.
+        Returns the number of moves and what they took off the error. Batches know nothing of each other, so several processes
+        take turns at them.
         """
-        pools, together, moves = self._pools(values), crew(), 0
+        pools, together, moves, gained = self._pools(values), crew(), 0.0, 0.0
         active = self.active.nonzero().squeeze(1)
         batches = torch.tensor_split(active, max(1, -(-len(active) // self.batch)))
         for rows in batches[together.rank :: together.size]:
             if self.late is not None and time.perf_counter() > self.late:
                 break
-            moves += self._batch(rows, pools[rows], values)
+            done = self._batch(rows, pools[rows], values)
+            moves, gained = moves + done[0], gained + done[1]
         if together.size == 1:
-            return moves
+            return moves, gained
         for turn, rows in enumerate(batches):
             told = self.kept[rows], self.active[rows], values[rows]
             together.tell(*told, by=turn % together.size)
             self.kept[rows], self.active[rows], values[rows] = told
-        return round(together.total(moves)[0])
+        moves, gained = together.total(moves, gained)
+        return moves, gained
 
     def _pools(self, values: Tensor) -> Tensor:
         """The weakest inside and the most wanted outside, as column numbers."""
@@ -144,7 +160,7 @@ class _Rows:
         some = min(_TYPICAL, -(-len(self.kept) // _ENOUGH_ROWS))
         return typical_independence(self.gram.unsqueeze(0), self.kept.unsqueeze(0), some)[0]
 
-    def _batch(self, rows: Tensor, pools: Tensor, values: Tensor) -> int:
+    def _batch(self, rows: Tensor, pools: Tensor, values: Tensor) -> tuple[int, float]:
         kept, linear = self.kept[rows], self.linear[rows]
         square = self.gram.new_empty(len(pools), self.pool, self.pool)
         left = self.gram.new_empty(len(pools), self.pool)
@@ -162,7 +178,7 @@ class _Rows:
 
         by_rows(reduce, fixed.sum(dim=1), self.pool)
         inside = kept.gather(1, pools)
-        moves = kernels.improve(
+        moves, gained = kernels.improve(
             square, left, inside, self.importance[rows].to(left), backend=self.backend, label=f"swaps {self.name}"
         )
         self.kept[rows] = kept.scatter(1, pools, inside)
@@ -174,7 +190,7 @@ class _Rows:
             best = torch.zeros_like(linear[part]).scatter_(1, pools[part], of_pool[part])
             best.scatter_add_(1, index, (rest.values(of_pool[part]) * real).to(best))
             values[rows[part]] = best.to(values)
-        return moves
+        return moves, float(gained.sum())
 
 
 def _eliminated(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor) -> linalg.Eliminated:
