@@ -46,9 +46,9 @@ _DEAREST = 2.5
 _BLIND = 1e-5
 # Multiply-adds of one step below which a layer is tiny.
 _TINY = 1e6
-# Where swaps are sure to follow they end as low from a support that has not settled yet, two penalties earlier
-# (`benchmarks.sketch`); where their rounds are not counted there is nothing to save.
-_SKETCH = ADMM(penalties=5)
+# Where more than this share is kept swaps take longest, and they end as low from a support that has not settled yet, two
+# penalties earlier (`benchmarks.sketch`); where their rounds are not counted there is nothing to save.
+_SKETCH, _MUCH = ADMM(penalties=5), 0.2
 # A first round of swaps takes some hundredths off the error. Where it takes off more than this share of it the start was poor:
 # columns replace each other, and alternating directions drop them together. With few weights kept it takes more off any start.
 _POOR, _FEW = 0.1, 0.08
@@ -81,11 +81,12 @@ class Auto:
         if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
             return Columns()(problem, target)
         kept = problem.weight.numel() - count
-        greedy, directions = costs(problem, _SKETCH)
+        share = kept / max(1, problem.weight.numel())
+        start = _SKETCH if share > _MUCH and self.seconds is None and _round(problem, kept) > _SOON else ADMM()
+        greedy, directions = costs(problem, start)
         turns = _rounds(problem, kept, directions)
-        sketched = turns and self.seconds is None and _round(problem, kept) > _SOON
-        found, gained = self._from_support(problem, turns, *(_SKETCH if sketched else ADMM()).support(problem, count))
-        poor = self.seconds is None and kept > _FEW * problem.weight.numel() and gained > _POOR * found.error
+        found, gained = self._from_support(problem, turns, *(start if turns else ADMM()).support(problem, count))
+        poor = self.seconds is None and share > _FEW and gained > _POOR * found.error
         if crew().hear(poor)[0]:  # all processes go the same way
             others = self._rescues(problem, count)
         elif problem.weight.numel() * problem.weight.shape[-1] <= _TINY:
