@@ -197,6 +197,10 @@ class Problem:
         """E of any replacement for `weight`, in the same units, in float64."""
         return self._quadratic(weight, self.weight)
 
+    def row_errors_of(self, weight: Tensor) -> Tensor:
+        """The same by row, (groups, rows)."""
+        return self._by_row(weight, self.weight).view(len(self.groups), self.weight.shape[-2])
+
     def own_error_of(self, weight: Tensor) -> float:
         """E of any replacement for the layer's own weights."""
         return self.error_of(self._in_units(weight))
@@ -231,17 +235,21 @@ class Problem:
         return weight if self.units is None else weight.to(self.weight.dtype) * self.units
 
     def _quadratic(self, weight: Tensor, other: Tensor | None = None) -> float:
-        """tr(Δ Ψ Δᵀ), some rows at a time; of a moment that is too large to copy some columns at a time."""
+        """tr(Δ Ψ Δᵀ)."""
+        return max(0.0, float(self._by_row(weight, other).sum()))
+
+    def _by_row(self, weight: Tensor, other: Tensor | None) -> Tensor:
+        """δ Ψ δᵀ of every row, some rows at a time; of a moment that is too large to copy some columns at a time."""
         d = self.moment.shape[-1]
         step = _strip(d) if self.ridge else d
-        total = 0.0
+        parts = []
         for delta in _differences(weight, other):
+            found = -self.ridge * delta.square().sum(dim=-1)
             for start in range(0, d, step):
                 part = self.moment[..., start : start + step].to(torch.float64)
-                total += float(((delta @ part) * delta[..., start : start + step]).sum())
-            if self.ridge:
-                total -= self.ridge * float(delta.square().sum())
-        return max(0.0, total)
+                found += ((delta @ part) * delta[..., start : start + step]).sum(dim=-1)
+            parts.append(found)
+        return torch.cat(parts, dim=-1)
 
 
 def _strip(width: int) -> int:

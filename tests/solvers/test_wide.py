@@ -7,8 +7,9 @@ import torch
 
 from lobs import ADMM, Auto, ErrorBudget, Exact, LobsError, NumericalWarning, Problem, Refine, Scored, solve
 from lobs.solvers.admm import _sample
+from lobs.solvers.auto import costs
 from lobs.solvers.search import swap
-from lobs.solvers.support import least_squares, on_support, typical_independence
+from lobs.solvers.support import least_squares, on_support, typical_independence, weighted_error
 from tests.conftest import make_moment
 
 
@@ -123,25 +124,55 @@ def test_units_of_equal_cost_find_better_supports(kind, monkeypatch):
 
 
 def _replaceable(kind, d=256):
-    """Inputs whose columns nearly replace each other: in pairs, in sixty-fours, or by a few directions that all share."""
+    """Inputs whose columns nearly replace each other: in pairs, in sixty-fours, by directions that some share, by sums."""
     x = torch.randn(4000, d)
     match kind:
         case "pairs":
             x[:, : d // 2] = x[:, d // 2 :] + 0.05 * torch.randn(4000, d // 2)
         case "copies":
             x[:, : d // 4] = x[:, :1] + 0.05 * torch.randn(4000, d // 4)
+        case "half":
+            x[:, : d // 2] = 3 * (torch.randn(4000, d // 16) @ torch.randn(d // 16, d // 2) + 0.05 * torch.randn(4000, d // 2))
+        case "sums":
+            for size in (2, 4, 8, 16, 32, 64, 128, 256):
+                x += (torch.randn(4000, d // size) * size**0.5).repeat_interleave(size, dim=1)
         case _:
             x = torch.randn(4000, d // 8) @ torch.randn(d // 8, d) + 0.1 * x
     return x
 
 
-@pytest.mark.parametrize("kind", ["pairs", "copies", "few directions"])
+@pytest.mark.parametrize("kind", ["pairs", "copies", "few directions", "half", "sums"])
 @pytest.mark.parametrize("fraction", [0.5, 0.7, 0.9])
 def test_columns_that_replace_each_other_do_not_mislead_auto(kind, fraction):
     """Alternating directions drop such columns together: from their support `auto` ended up to 13 times above the greedy."""
     x = _replaceable(kind)
     p = Problem(torch.randn(64, 256), x.mT @ x / len(x))
     assert solve(p, "auto", fraction).error <= solve(p, "exact", fraction).error * (1 + 1e-3)
+
+
+def test_columns_that_replace_each_other_do_not_mislead_auto_by_error():
+    x = _replaceable("pairs", 384)
+    p = Problem(torch.randn(200, 384), x.mT @ x / len(x))
+    assert costs(p)[0] > Auto().patience * costs(p)[1]  # else it is the exact greedy anyway
+    ours, greedy = (solve(p, solver, ErrorBudget(0.1, relative=True)) for solver in ("auto", "exact"))
+    assert ours.removed >= greedy.removed and ours.error <= (0.1**2) * ours.energy
+
+
+def test_rows_that_matter_little_do_not_hide_a_poor_start():
+    """Rows trade by importance, so that what is gained and what is left must both be counted by it."""
+    x, matters = _replaceable("pairs"), torch.cat([torch.ones(32), torch.zeros(32)])
+    p = Problem(torch.randn(64, 256), x.mT @ x / len(x), row_weight=matters)
+    ours, greedy = (solve(p, solver, 0.7).weight for solver in ("auto", "exact"))
+    assert weighted_error(p, ours) <= weighted_error(p, greedy) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-20])
+def test_swaps_know_no_units(size):
+    p, x = problem(64, 200), _replaceable("pairs", 200)
+    plain, scaled = (Problem(p.weight * s, x.mT @ x / len(x)) for s in (1.0, size))
+    first = solve(plain, Scored("magnitude"), 0.6).mask
+    errors = [on_support(q, *swap(q, first)[:2]).error for q in (plain, scaled)]
+    assert errors[1] == pytest.approx(errors[0] * size**2, rel=1e-2)
 
 
 def test_auto_tries_other_starts_only_where_the_first_was_poor(monkeypatch):

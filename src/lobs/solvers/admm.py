@@ -75,9 +75,8 @@ class ADMM:
 
     def support(self, problem: Problem, count: int) -> tuple[Tensor, Tensor]:
         """Which weights to keep when `count` go, in the weight's shape, and weights near its best, as `swap` wants them."""
-        gram, w = stacked(problem)
-        importance = problem.importance.to(w).sqrt().unsqueeze(-1)
-        x, units = self.alternate(gram, w * importance, lambda values: _above(values, count, problem.protected))
+        gram, w, importance = _posed(problem)
+        x, units = self.alternate(gram, w, lambda values: _above(values, count, problem.protected))
         order = removal_order(x.abs(), problem.protected)
         mask = mask_from_order(order, count, tuple(w.shape))
         scale = (importance * units).clamp_min(torch.finfo(w.dtype).tiny)
@@ -96,7 +95,7 @@ class ADMM:
         with memory.scratch(gram) as fresh:
             for turn in range(self.penalties):
                 matrix = fresh()
-                if turn in (0, _AGAIN):
+                if turn == 0 or (turn == _AGAIN and self.units == "cost"):
                     independence = typical_independence(matrix, keep, _TYPICAL)
                     change = (_equal(independence) if self.units == "cost" else even) / units
                     units, v, dual = units * change, v * change, dual * change
@@ -119,6 +118,19 @@ class ADMM:
                 before, dual, rho = keep, dual / self.growth, rho * self.growth
                 del inverse, matrix
         return x, units
+
+
+def first_independence(problem: Problem, count: int) -> Tensor:
+    """About how independent columns are on supports of the largest weights when `count` go, (groups, d)."""
+    gram, w, _ = _posed(problem)
+    return typical_independence(gram, _above(w, count, problem.protected), 1)
+
+
+def _posed(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Moments, weights as important as their rows, and by what these were multiplied for that."""
+    gram, w = stacked(problem)
+    importance = problem.importance.to(w).sqrt().unsqueeze(-1)
+    return gram, w * importance, importance
 
 
 def _equal(independence: Tensor) -> Tensor:

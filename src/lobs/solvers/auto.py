@@ -17,7 +17,7 @@ from lobs import memory
 from lobs.distributed import crew
 from lobs.problem import Problem, Solver
 from lobs.solution import Solution
-from lobs.solvers.admm import ADMM
+from lobs.solvers.admm import ADMM, first_independence
 from lobs.solvers.columns import Columns
 from lobs.solvers.exact import Exact
 from lobs.solvers.lobs import LOBS, PRODUCTS
@@ -49,21 +49,25 @@ _TINY = 1e6
 # Where more than this share is kept swaps take longest, and they end as low from a support that has not settled yet, two
 # penalties earlier (`benchmarks.sketch`); where their rounds are not counted there is nothing to save.
 _SKETCH, _MUCH = ADMM(penalties=5), 0.2
-# A first round of swaps takes some hundredths off the error. Where it takes off more than this share of it the start was poor:
-# columns replace each other, and alternating directions drop them together. With few weights kept it takes more off any start.
-_POOR, _FEW = 0.1, 0.08
-# Such layers are worth so many times rivals' time for the exact greedy's support too.
-_RESCUE = 10
+# Columns that replace each other mislead alternating directions, which drop them together. A layer has them where so large a
+# share of its columns is so little independent; and where a first round of swaps, which takes some hundredths off the error,
+# takes off more than a tenth (of few weights kept it does that anyway). Looked for up to so many columns.
+_REPLACED, _DEPENDENT, _WIDEST = 0.1, 0.01, 4096
+_POOR, _SPARSE = 0.1, 0.08
+# Such layers are worth so many times rivals' time, and so many seconds, for each of two other starts; not if nothing is lost.
+_RESCUE, _LONGEST, _NOTHING = 10, 60.0, 1e-9
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Alternating directions, then swaps; tiny layers, and those whose start was poor, also from the exact greedy's support.
+    """Alternating directions, then swaps; tiny layers also from the exact greedy's support.
 
-    Its error, on Ψ + λI where Ψ is damped, is never above that of any start it ran. Deterministic unless `seconds` cuts the
-    swaps short. Very wide layers that keep much go without swaps; where a limit of memory leaves no room, `Columns`. By ε the
-    start is the exact greedy where that costs no more than `patience` times alternating directions. Patterns go to the solvers
-    made for them, which weigh their costs themselves.
+    Where columns replace each other, and so mislead that start, units of equal energy are tried too and, where it takes no more
+    than ten times as long as rivals, the exact greedy. The error, on Ψ + λI where Ψ is damped, is never above that of a start
+    it ran. Deterministic unless `seconds` cuts the swaps short, which also leaves other starts out. Very wide layers that keep
+    much go without swaps; where a limit of memory leaves no room, `Columns`. By ε the start is the exact greedy where that
+    costs no more than `patience` times alternating directions. Patterns go to the solvers made for them, which weigh their
+    costs themselves.
     """
 
     patience: float = 2.0
@@ -81,46 +85,80 @@ class Auto:
         if not memory.affords(ADMM.bytes(*problem.weight.shape[-2:])):
             return Columns()(problem, target)
         kept = problem.weight.numel() - count
-        share = kept / max(1, problem.weight.numel())
-        start = _SKETCH if share > _MUCH and self.seconds is None and _round(problem, kept) > _SOON else ADMM()
+        share, hard = kept / max(1, problem.weight.numel()), _replaceable(problem, count)
+        quick = share > _MUCH and not hard and self.seconds is None and _round(problem, kept) > _SOON
+        start = _SKETCH if quick else ADMM()
         greedy, directions = costs(problem, start)
         turns = _rounds(problem, kept, directions)
         found, gained = self._from_support(problem, turns, *(start if turns else ADMM()).support(problem, count))
-        poor = self.seconds is None and share > _FEW and gained > _POOR * found.error
-        if crew().hear(poor)[0]:  # all processes go the same way
-            others = self._rescues(problem, count)
+        if self.seconds is None and _agreed(hard or (share > _SPARSE and gained > _POOR * _weighted(problem, found))):
+            others = self._rescues(problem, count) if _agreed(found.error > _NOTHING * found.energy) else []
         elif problem.weight.numel() * problem.weight.shape[-1] <= _TINY:
             others = [self._from_support(problem, _rounds(problem, kept, greedy), Exact().path(problem).mask_at(count))[0]]
         else:
-            return found
-        return min(found, *others, key=lambda solution: weighted_error(problem, solution.weight))
+            others = []
+        return _best(problem, [found, *others])
 
     def start(self, problem: Problem) -> Exact | ADMM | Columns:
         """Which solver finds the first support where the count is not known."""
         greedy, directions = costs(problem)
-        if greedy <= self.patience * directions:
+        if greedy <= self.patience * directions or (_affordable(problem) and _replaceable(problem, problem.prunable // 2)):
             return Exact()
         return ADMM() if memory.affords(ADMM.bytes(*problem.weight.shape[-2:])) else Columns()
 
     def _rescues(self, problem: Problem, count: int) -> list[Solution]:
         """Solutions from other starts: units of equal energy, and the exact greedy's support where it can be afforded."""
-        found = [self._from_support(problem, _MOST, *ADMM(units="energy").support(problem, count))[0]]
-        if costs(problem)[0] <= _RESCUE * _rivals(problem) and memory.affords(Exact.bytes(*problem.weight.shape[-2:])):
-            found.append(self._from_support(problem, _MOST, Exact().path(problem).mask_at(count))[0])
+        turns = _rounds(problem, problem.weight.numel() - count, 0.0, patience=_RESCUE)
+        found = [self._from_support(problem, turns, *ADMM(units="energy").support(problem, count))[0]]
+        if _affordable(problem):
+            mask = Exact().path(problem).mask_at(count)
+            # Digits that the swaps lack on such layers may make them worse.
+            found += [self._from_support(problem, turns, mask)[0], on_support(problem, mask)]
         return found
 
     def _from_support(self, problem: Problem, turns: int, mask: Tensor, near: Tensor | None = None) -> tuple[Solution, float]:
         """Swap at once, for so many rounds: least squares on the first support would cost as much as one of them.
 
-        Beside it, what the first round took off the error.
+        Beside it, what the first round took off the weighted error.
         """
         if not turns:
             return on_support(problem, mask, near), 0.0
         done = swap(problem, mask, near, rounds=turns, seconds=self.seconds)
         found = on_support(problem, done.mask, done.values)
-        if found.error <= _BLIND * found.energy:
-            found = min(found, on_support(problem, mask), key=lambda solution: solution.error)
+        if _agreed(found.error <= _BLIND * found.energy):
+            found = _best(problem, [found, on_support(problem, mask)])
         return found, done.gained
+
+
+def _agreed(opinion: bool) -> bool:
+    """The first process's opinion: a tie may fall differently on another kind of processor, and all must go the same way."""
+    return bool(crew().hear(opinion)[0])
+
+
+def _best(problem: Problem, found: list[Solution]) -> Solution:
+    """The solution of least weighted error."""
+    if len(found) == 1:
+        return found[0]
+    errors = [_weighted(problem, solution) for solution in found]
+    return found[int(crew().hear(errors.index(min(errors)))[0])]
+
+
+def _weighted(problem: Problem, found: Solution) -> float:
+    return found.error if problem.row_weight is None else weighted_error(problem, found.weight)
+
+
+def _replaceable(problem: Problem, count: int) -> bool:
+    """Has the layer many columns that others nearly replace?"""
+    if not problem.weight.numel() or problem.weight.shape[-1] > _WIDEST:
+        return False
+    return _agreed(float((first_independence(problem, count) < _DEPENDENT).double().mean()) > _REPLACED)
+
+
+def _affordable(problem: Problem) -> bool:
+    """Is there time and room for the exact greedy where another start may be poor?"""
+    seconds = costs(problem)[0]
+    room = memory.affords(Exact.bytes(*problem.weight.shape[-2:]))
+    return _agreed(seconds <= min(_LONGEST, _RESCUE * _rivals(problem)) and room)
 
 
 def _rivals(problem: Problem) -> float:
@@ -129,9 +167,9 @@ def _rivals(problem: Problem) -> float:
     return (_DECOMPOSITION * len(problem.groups) * d**3 + PRODUCT * _PRODUCTS * rows * d**2) / 1e9
 
 
-def _rounds(problem: Problem, kept: int, spent: float) -> int:
+def _rounds(problem: Problem, kept: int, spent: float, patience: float = 1.0) -> int:
     """How many rounds of swaps there is time for after a first support, when rivals' time is all there is; mostly one."""
-    theirs, one = _rivals(problem), _round(problem, kept)
+    theirs, one = patience * _rivals(problem), _round(problem, kept)
     if one <= _SOON:
         return _MOST
     return 0 if one > _DEAREST * theirs else max(1, min(_MOST, int((theirs - spent) / one)))

@@ -11,7 +11,7 @@ from lobs.errors import SolverError
 from lobs.problem import Problem, Solver, finish
 from lobs.solution import Solution
 from lobs.solvers.search import swap
-from lobs.solvers.support import on_support, row_errors, weighted_error
+from lobs.solvers.support import on_support, weighted_error
 from lobs.targets import Pattern, Target
 
 
@@ -59,6 +59,6 @@ class Refine:
 def _same_support(problem: Problem, found: Solution) -> Solution:
     after = on_support(problem, found.mask)
     # Damping can make "optimal" a little worse in Ψ itself; a row that would lose keeps what it had.
-    better = row_errors(problem, after.weight) <= row_errors(problem, found.weight)
+    better = problem.row_errors_of(after.weight) <= problem.row_errors_of(found.weight)
     weight = torch.where(better.view(*problem.weight.shape[:-1], 1), after.weight, found.weight)
     return finish(problem, weight.to(torch.float64), found.mask, damping=max(found.damping, after.damping))

@@ -35,7 +35,7 @@ _FEW = 5  # where they start near
 
 
 class Exchanged(NamedTuple):
-    """A mask with as many kept, weights at or near its best, and what the first round of swaps took off the error.
+    """A mask with as many kept, weights at or near its best, and what the first round of swaps took off the weighted error.
 
     Weights are (groups, rows, d) in equilibrated units.
     """
@@ -60,10 +60,14 @@ def swap(
     """
     late = None if seconds is None else time.perf_counter() + seconds
     gram, weight = stacked(problem)
+    # Errors are squares, which float32 holds for weights near 1 only.
+    size = float(weight.abs().amax()) if weight.numel() else 0.0
+    size = size if size > 0 else 1.0
+    weight = weight / size
     kept = mask.view(weight.shape).clone(memory_format=torch.contiguous_format)
     crew().tell(kept)  # another kind of processor may have chosen otherwise where two weights are as good
-    groups = [_Rows(problem, g, kept[g], late, backend) for g in range(len(weight))]
-    values, first = weight if near is None else near, 0.0
+    groups = [_Rows(problem, g, size, kept[g], late, backend) for g in range(len(weight))]
+    values, first = weight if near is None else near / size, 0.0
     for turn in range(max(1, rounds)):
         if turn == 0 or not all(group.remembers for group in groups):
             steps = _STEPS if near is None or turn else _FEW
@@ -76,7 +80,7 @@ def swap(
             break
         if late is not None and crew().hear(time.perf_counter() > late)[0]:
             break
-    return Exchanged(kept.view(mask.shape), values, first)
+    return Exchanged(kept.view(mask.shape), values.mul_(size), first * size**2)
 
 
 def pool_size(kept: float, free: int) -> int:
@@ -96,10 +100,12 @@ def round_work(kept: float, free: int) -> float:
 class _Rows:
     """The rows of one group and the exchange among them; `kept`, a mask (rows, d), is improved in place."""
 
-    def __init__(self, problem: Problem, group: int, kept: Tensor, late: float | None, backend: kernels.Backend) -> None:
+    def __init__(
+        self, problem: Problem, group: int, size: float, kept: Tensor, late: float | None, backend: kernels.Backend
+    ) -> None:
         metric, weight = problem.metrics[group], problem.groups[group][0]
         self.gram = metric.gram.to(torch.float32 if single_precision(metric, weight) else torch.float64)
-        self.linear = metric.scaled(weight).to(self.gram) @ self.gram
+        self.linear = (metric.scaled(weight) / size).to(self.gram) @ self.gram
         self.kept, self.late, self.backend, self.name = kept, late, backend, problem.name
         self.importance = problem.importance[group]
         self.free = weight.shape[1] - problem.protected  # columns that may come and go
@@ -190,7 +196,7 @@ class _Rows:
             best = torch.zeros_like(linear[part]).scatter_(1, pools[part], of_pool[part])
             best.scatter_add_(1, index, (rest.values(of_pool[part]) * real).to(best))
             values[rows[part]] = best.to(values)
-        return moves, float(gained.sum())
+        return moves, float((gained * self.importance[rows].to(gained)).sum())
 
 
 def _eliminated(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor) -> linalg.Eliminated:

@@ -128,11 +128,4 @@ def least_squares(gram: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
 
 def weighted_error(problem: Problem, weight: Tensor) -> float:
     """Errors of all rows, each by its importance."""
-    return float((row_errors(problem, weight) * problem.importance).sum())
-
-
-def row_errors(problem: Problem, weight: Tensor) -> Tensor:
-    """E of every row, (groups, rows), in float64."""
-    delta = (weight.to(torch.float64) - problem.weight.to(torch.float64)).view(len(problem.groups), *weight.shape[-2:])
-    moment = torch.stack([moment for _, moment in problem.groups]).to(torch.float64)
-    return ((delta @ moment) * delta).sum(dim=-1)
+    return float((problem.row_errors_of(weight) * problem.importance).sum())
