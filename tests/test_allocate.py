@@ -257,3 +257,19 @@ def test_an_error_taken_for_a_score_is_told_of():
     with pytest.warns(lobs.NumericalWarning, match="a score of which more is better; to use an error, return its negative"):
         lobs.prune(model, [x], Budget(max_drop=0.1), evaluate=error, progress=False)
     lobs.prune(model, [x], Budget(max_drop=0.1), evaluate=lambda net: -error(net), progress=False)
+
+
+def test_a_largest_drop_that_nothing_meets_is_told_of():
+    model, x, looks = torch.nn.Linear(6, 4), torch.randn(50, 6), []
+
+    def falls(net):
+        looks.append(net)
+        return 100.0 - 50 * (len(looks) > 1)
+
+    with pytest.warns(
+        lobs.NumericalWarning, match="none of 8 trials stayed within 0.2 of the dense score 100: the best lost 50 with"
+    ):
+        result = lobs.prune(model, [x], Budget(max_drop=0.2), evaluate=falls, progress=False)
+    assert result.kept == result.total and "score 50 (-50)" in result.summary()
+    with pytest.raises(LobsError, match="evaluate is 5: give a function"):
+        lobs.prune(model, [x], Budget(max_drop=0.2), evaluate=5, progress=False)

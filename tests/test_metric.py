@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lobs import ErrorBudget, Problem, linalg, metric, solve
-from lobs.errors import NumericalWarning, ProblemError
+from lobs.errors import NumericalWarning, ProblemError, saying_once
 from tests.conftest import make_moment
 
 
@@ -129,3 +129,19 @@ def test_groups_at_once_are_as_one_by_one_and_warn_once():
         for one, alone in zip(together, (metric.metric(p) for p in psi), strict=True):
             torch.testing.assert_close(one.inverse, alone.inverse)
             assert one.damping == alone.damping and torch.equal(one.scale, alone.scale)
+
+
+def test_inputs_that_are_all_zero_are_told_of():
+    with pytest.warns(NumericalWarning, match="layer 'a': all inputs of 50 samples are zero"):
+        metric.metric(torch.zeros(4, 4), name="layer 'a'", samples=50)
+    with pytest.warns(NumericalWarning, match="all inputs are zero"):  # but for the constant of a bias
+        metric.metric(torch.diag(torch.tensor([0.0, 0.0, 1.0])), protected=1)
+
+
+def test_a_layer_is_said_to_be_singular_once_in_a_run():
+    psi = torch.ones(4, 4)
+    with pytest.warns(NumericalWarning) as told, saying_once():
+        for scale in (1.0, 2.0):
+            metric.metric(psi * scale, name="layer 'a'")
+        metric.metric(psi, name="layer 'b'")
+    assert [str(w.message)[:9] for w in told] == ["layer 'a'", "layer 'b'"]

@@ -299,3 +299,27 @@ def test_finished_stages_of_another_network_or_another_solver_are_refused(tmp_pa
 def test_no_stages_is_a_mistake():
     with pytest.raises(LobsError, match="no stages"):
         iterate(net(), [task()], [task()], [], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"masks": None}, "masks is a NoneType: give a mapping"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], 0.1)}, "optimizer is a SGD: give a function that makes one"),
+        ({"data": [torch.randn(8, 6)]}, "a Tensor without labels"),
+        (
+            {"data": [(torch.randn(8, 6), torch.zeros(7).long())]},
+            r"outputs of shape \(8, 2\) and labels of shape \(7,\) raised",
+        ),
+        ({"data": [(torch.randn(8, 6), torch.full((8,), 9))]}, "raised IndexError: Target 9 is out of bounds"),
+        (
+            {"data": [(torch.full((8, 6), torch.nan), torch.zeros(8).long())]},
+            "after 0 iterations. Check the network and the first",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_says_what_to_give(change, says):
+    result, (x, y) = pruned(), task()
+    given = {"model": result.model, "masks": result.masks, "data": [(x, y)], "iterations": 2, "progress": False, **change}
+    with pytest.raises(LobsError, match=says):
+        retrain(**given)

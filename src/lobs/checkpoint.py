@@ -117,7 +117,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             raise TypeError("the record is not a mapping")
         masks = {name: _unpack(state[name], entry) for name, entry in packed.items()}
     except (KeyError, ValueError, TypeError, AttributeError, zlib.error, RecursionError, OverflowError) as error:
-        raise FileError(f"'{source}' has a damaged header: {error!r}.") from error
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise FileError(f"'{source}' is damaged: {what}. Copy it again, or write it anew.") from error
     return Checkpoint(state, masks, record)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 class LobsError(Exception):
@@ -58,11 +61,30 @@ class NumericalWarning(UserWarning):
     """The answer stands, but a number had to be helped: it says which and by how much."""
 
 
-def caution(message: str) -> None:
+_said: ContextVar[set[str] | None] = ContextVar("said", default=None)
+
+
+@contextmanager
+def saying_once() -> Iterator[None]:
+    """For the length of a block, cautions about the same matter come once, however their numbers change from pass to pass."""
+    token = _said.set(set())
+    try:
+        yield
+    finally:
+        _said.reset(token)
+
+
+def caution(message: str, matter: str | None = None) -> None:
     """Give a `NumericalWarning` the place where the user's code called `lobs`; a line of ours would say nothing to them.
 
-    Counted frames would not find it: between two of ours there may be frames of torch's or of the standard library's.
+    Counted frames would not find it: between two of ours there may be frames of torch's or of the standard library's. What is
+    said of a `matter` is said once where `saying_once`.
     """
+    said = _said.get()
+    if said is not None and matter is not None:
+        if matter in said:
+            return
+        said.add(matter)
     place = frame = sys._getframe(1)
     while frame.f_back is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == __package__

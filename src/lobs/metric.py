@@ -95,6 +95,12 @@ def metrics(
 ) -> list[Metric]:
     """`metric` for every group of a layer: all at once where none needs help, and one warning for all that do."""
     psi = moments.to(torch.float64)
+    if psi.shape[-1] > protected and not bool(own_energy(psi, protected).any()):
+        seen = "" if samples is None else f" of {samples} samples"
+        caution(
+            f"{name}: all inputs{seen} are zero, so that any weight may go. Check the data, and what earlier layers keep.",
+            f"{name} is dead",
+        )
     if damping is not None:
         given = _try(psi, [damping] * len(psi))
         return [_given(p, m, damping, name) for p, m in zip(psi, given, strict=True)]
@@ -112,7 +118,7 @@ def metrics(
     if helped:
         worst = max(helped, key=lambda g: chosen[g].damping)
         where = f" in {len(helped)} of {len(psi)} groups" if len(psi) > 1 else ""
-        caution(_helped(psi[worst], chosen[worst].damping, name, samples, where))
+        caution(_helped(psi[worst], chosen[worst].damping, name, samples, where), f"{name} is singular")
     return chosen
 
 

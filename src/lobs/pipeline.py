@@ -16,7 +16,7 @@ from lobs.arguments import PASSES, check, compensation, shared
 from lobs.batches import guarded
 from lobs.compensation import Compensate
 from lobs.distributed import present, working
-from lobs.errors import LobsError, caution
+from lobs.errors import LobsError, caution, saying_once
 from lobs.forecasting import Forecast, taken_in_the_end
 from lobs.forecasting import forecast as _forecast
 from lobs.job import Inputs, Job
@@ -109,8 +109,11 @@ def prune(
         raise LobsError(
             "Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better."
         )
-    if not isinstance(batch_norm, bool):
-        raise LobsError(f"batch_norm is {batch_norm!r}: True or False.")
+    if evaluate is not None and not callable(evaluate):
+        raise LobsError(f"evaluate is {evaluate!r}: give a function of a network that returns its score, larger is better.")
+    for switch, value in {"batch_norm": batch_norm, "inplace": inplace}.items():
+        if not isinstance(value, bool):
+            raise LobsError(f"{switch} is {value!r}: True or False.")
     data = guarded(batches)
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
     chosen = as_solver(solver)
@@ -126,6 +129,7 @@ def prune(
     if limit is not None:
         settings["memory"] = limit
     with (
+        saying_once(),
         limited(limit, 0 if limit is None else taken_in_the_end(model, found)),
         shown(progress and together.leads),
         working(together),

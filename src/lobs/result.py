@@ -169,6 +169,11 @@ class Pruning(Account):
             lines.append(str(self.batch_norm))
         if "compensation" in self.settings:
             lines.append(f"compensated {self.settings['compensation']}")
+        if "trials" in self.settings:
+            tried = sorted(self.settings["trials"], key=lambda trial: -int(trial["kept"]))
+            lines.append(
+                "trials: " + "; ".join(f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)
+            )
         if "evaluate" in self.settings:
             lines.append(f"evaluate was {self.settings['evaluate']}")
         if self.phases:
@@ -177,7 +182,8 @@ class Pruning(Account):
             lines.append(f"{self.seconds:.1f} seconds ({spent}){peak}")
         empty = [x.name for x in self.layers if x.total and not x.kept]
         if empty:
-            lines.append(f"nothing is left of {', '.join(empty)}: the target may ask too much of a small layer")
+            names = ", ".join(f"'{name}'" for name in empty)
+            lines.append(f"nothing is left of {names}: the target may ask too much of a small layer")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str], **extra: Any) -> Path:

@@ -138,6 +138,15 @@ def retrain(
         progress: draw a bar on a terminal.
     """
     check_training(iterations, every, decay, evaluate, until_error, data)
+    if not isinstance(masks, Mapping):
+        raise TrainingError(
+            f"masks is a {type(masks).__name__}: give a mapping of masks by parameter name, as Pruning.masks is."
+        )
+    if optimizer is not None and (not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
+        raise TrainingError(
+            f"optimizer is a {type(optimizer).__name__}: give a function that makes one, such as "
+            "lambda parameters: torch.optim.SGD(parameters, 0.01), since the network is trained as a copy."
+        )
     trained = model if inplace else copy.deepcopy(model)
     make = optimizer or sgd()
     steps = make([p for p in trained.parameters() if p.requires_grad])
@@ -202,18 +211,28 @@ class _Job:
     def _step(self, run: Run, batch: Any) -> None:
         outputs = call(run.model, batch)
         if self.teacher is None:
-            wanted = batch[1].to(outputs.device)
+            wanted = self._labels(batch, outputs)
         else:
             with evaluating(self.teacher):
                 wanted = call(self.teacher, batch)
-        loss = self.loss(outputs, wanted)
+        with told(f"the loss of outputs of shape {tuple(outputs.shape)} and labels of shape {tuple(wanted.shape)}"):
+            loss = self.loss(outputs, wanted)
         if not bool(torch.isfinite(loss)):
-            raise TrainingError(
-                f"the loss is {float(loss.detach())} after {run.counters['iteration']} iterations. Use a smaller learning rate."
+            done = run.counters["iteration"]
+            remedy = (
+                "Use a smaller learning rate." if done else "Check the network and the first batch: nothing was trained yet."
             )
+            raise TrainingError(f"the loss is {float(loss.detach())} after {done} iterations. {remedy}")
         run.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         run.optimizer.step()
+
+    def _labels(self, batch: Any, outputs: Tensor) -> Tensor:
+        if not (isinstance(batch, tuple | list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
+            raise TrainingError(
+                f"a batch of data is a {type(batch).__name__} without labels: give (input, label) pairs, or a teacher."
+            )
+        return batch[1].to(outputs.device)
 
     def _batches(self, run: Run) -> Iterator[Any]:
         """Pass after pass; a resumed run shuffles as the interrupted one did and leaves out what that had taken."""

@@ -63,6 +63,13 @@ def search(job: Job, budget: Budget, max_drop: float, evaluate: Evaluate, *, loo
             if high - low < math.log(1.03):
                 break
     _doubt(trials, dense, total)
+    if best is None:
+        nearest = min(trials, key=lambda trial: trial.drop)
+        caution(
+            f"none of {len(trials)} trials stayed within {max_drop:g} of the dense score {dense:.4g}: the best lost "
+            f"{nearest.drop:.4g} with {nearest.kept:,} of {total:,} weights. Nothing but what limits force was removed: allow "
+            "more, or use more data."
+        )
     return best or run(job, job.shared(budget, forced)), trials
 
 

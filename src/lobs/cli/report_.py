@@ -32,15 +32,16 @@ def report(
 
     Example: `lobs report small.safetensors smaller.safetensors --out compare.html`
     """
+    from lobs.cli.subject import require_file
+
+    for path in files:
+        require_file(path)
     target = unclaimed(out, Path("report.html"))
     distinct(writable(target), "--out", *files)
     if label and len(label) != len(files):
         raise LobsError(f"--label was given {len(label)} times for {len(files)} files: give one for each, or none.")
-    from lobs.cli.subject import require_file
     from lobs.report import read_run, write_report
 
-    for path in files:
-        require_file(path)
     names = label or _names(files)
     runs = [read_run(path, name) for path, name in zip(files, names, strict=True)]
     if pictures:

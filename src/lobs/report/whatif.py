@@ -25,6 +25,8 @@ def slider(runs: Sequence[Run]) -> dict[str, Any] | None:
 
 def absence(run: Run) -> str:
     """Why a run has no outlook, in words."""
+    if "since then" in run.pruning.settings:
+        return "the network was changed after pruning, and the error curves are those of before"
     target = str(run.pruning.settings.get("target", ""))
     if target.startswith(("Sparsity", "Budget")) and "scope='layer'" not in target and "{" not in target.partition(",")[0]:
         return "it was saved without its error curves: by an earlier version, or in a compact file"
