@@ -45,11 +45,11 @@ _NOTES = """## How to read it, and where it differs
 - **Our dense networks are not the paper's**: its weights are not public. Compare differences from the dense error, not the errors.
 - **Per-layer fractions** of the published rows are the paper's. They give 8.4 % for LeNet-300-100 and LeNet-5, where it prints 7 %.
 - **Random, OBD and LWC** keep the fractions per layer of Han et al. (2015), on the small CIFAR-Net 9 % of every layer. Their retraining runs at a tenth of the original rate and stops
-  when the error has come as near to the dense one as the paper says, or at a cap (20,000 iterations for LeNet-300-100, 3,000 for LeNet-5,
-  1,020 for CIFAR-Net), which is a fraction of the paper's. Where they do better right after pruning than in the paper, the likely reason, not
+  when the error has come as near to the dense one as the paper says, or at a cap (350,000 iterations for LeNet-300-100, the paper's longest, which Random took; 10,000 for LeNet-5, which no row needed;
+  1,020 for CIFAR-Net, a fraction of the paper's). Where they do better right after pruning than in the paper, the likely reason, not
   tested, is that our networks were trained with weight decay.
 - **OBD** takes the diagonal of the Fisher matrix, one drawn label a sample (`lobs.curvature`).
-- **DNS** has fixed thresholds from the dense weights and the weight decay that the network was trained with; the kept fraction is what comes out. On LeNet-5 it has 5,000 iterations, not 47,000.
+- **DNS** has fixed thresholds from the dense weights and the weight decay that the network was trained with; the kept fraction is what comes out.
 - **CIFAR-Net**: the paper calls it a revised AlexNet of three convolutions and two fully-connected layers and gives no widths, nor how much each
   layer keeps. Two are here. The one with the widths of Caffe's cifar10_quick has 145,000 weights, most of them in convolutions; 9 % of them are too few (its
   LWC, L-OBS and exact rows keep 9 % of every layer, of a first layer of 75 inputs too, which destroys it). The one with AlexNet's proportions has 1,024
