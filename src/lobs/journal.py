@@ -28,7 +28,7 @@ from lobs.errors import FileError, LobsError
 from lobs.files import atomic_write, make_folder
 
 _IDENTITY = "run.json"
-_METHOD = 6  # to be raised when the same settings lead to other numbers: what an older form left is not taken up
+_METHOD = 7  # to be raised when the same settings lead to other numbers: what an older form left is not taken up
 _LOCK = ".lock"
 # A pass over the data is saved in between when that takes less than this share of the time, and not more often than this.
 _SHARE, _SECONDS = 0.05, 30.0
