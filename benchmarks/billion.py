@@ -15,8 +15,8 @@ from torch import nn
 
 import lobs
 from lobs import Sparsity
-from lobs.memory import spelled
-from lobs.observe import peak_bytes
+from lobs._system.memory import spelled
+from lobs._system.run_log import peak_bytes
 from lobs.solvers.auto import seconds_of
 
 # Rows, columns and how many of each in a block; blocks.

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.timing import best_of
 from lobs import collect, zoo
-from lobs.data import mnist
-from lobs.running import call, evaluating
+from lobs.zoo.datasets import mnist
+from lobs.calibration.forward import call, evaluating
 
 PIECE = 4096
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import best_of
-from lobs.kernels import greedy
+from lobs.solvers.kernels import greedy
 
 BATCH = 32
 

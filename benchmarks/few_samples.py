@@ -2,7 +2,7 @@
 
     python -m benchmarks.few_samples [--images 100,300,1000,3000] [--kept 0.1] [--network]
 
-Relative errors on the other images: with no more damping than makes Ψ invertible, with what `lobs.metric.few_samples` adds, and
+Relative errors on the other images: with no more damping than makes Ψ invertible, with what `lobs.solvers.metric.few_samples` adds, and
 with the best of seven steps, chosen by looking at the other images. `--network` prunes whole networks too, and tests them.
 """
 
@@ -15,9 +15,10 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import lobs
-from lobs import Problem, collect, metric, solve, zoo
-from lobs.bridge import layer_problem
-from lobs.data import mnist
+from lobs import Problem, collect, solve, zoo
+from lobs.solvers import metric
+from lobs.calibration.layer_problem import layer_problem
+from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
 from lobs.zoo.training import error_rate
 
@@ -75,7 +76,7 @@ def network(name: str, counts: list[int], removed: float) -> None:
     for images in counts:
         batches = train.batches(images, images)
         by_rule = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
-        with patch("lobs.metric.few_samples", lambda *_: 0.0):
+        with patch("lobs.solvers.metric.few_samples", lambda *_: 0.0):
             least = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
         print(f"  {images:5} images: {least:.2f} with the least damping, {by_rule:.2f} by rule", flush=True)
 

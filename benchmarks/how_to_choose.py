@@ -9,7 +9,7 @@ import argparse
 import warnings
 
 from lobs import NumericalWarning, Sparsity, prune, zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 from lobs.zoo.training import error_rate
 
 KEPT = (20.0, 10.0, 5.0, 3.0, 2.0, 1.5)

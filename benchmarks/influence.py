@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lobs import zoo
-from lobs.data import mnist
-from lobs.influence import _probed, output_influence
+from lobs.zoo.datasets import mnist
+from lobs.calibration.output_influence import _probed, output_influence
 from lobs.layers import Layer, find_layers
 
 

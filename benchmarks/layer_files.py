@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lobs import collect
 from lobs.cli.subject import open_subject
-from lobs.gather import passes
+from lobs.calibration.on_demand import passes
 from lobs.layers import find_layers
 
 _TOGETHER = 4e9  # bytes of moments that are summed in one pass

@@ -10,7 +10,7 @@ import itertools
 import warnings
 
 from lobs import SOLVERS, NumericalWarning, Sparsity, prune, zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 from lobs.zoo.training import error_rate
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.baselines.column_sweep import best_column_sweep, column_sweep
 from benchmarks.layer_files import read
 from lobs import NByM, NumericalWarning, Problem, collect, solve, zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
 
 

@@ -27,10 +27,10 @@ from benchmarks.baselines.admm import admm
 from benchmarks.baselines.column_sweep import best_column_sweep
 from benchmarks.layer_files import read
 from lobs import ADMM, Auto, Exact, NumericalWarning, Problem, Solution, collect, solve, zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
 from lobs.solvers.auto import PRODUCT, costs
-from lobs.solvers.search import round_work, swap
+from lobs.solvers.local_search import round_work, swap
 
 
 def problems(folder: Path | None) -> Iterator[tuple[str, Tensor, Tensor, bool]]:

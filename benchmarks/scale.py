@@ -17,7 +17,7 @@ import torch
 from torch import distributed, multiprocessing, nn
 
 from lobs import collect, prune
-from lobs.distributed import ALONE, Crew, share, working
+from lobs._system.distributed import ALONE, Crew, share, working
 
 
 def network(width):

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.baselines.admm import admm
 from benchmarks.layer_files import read
 from lobs import NumericalWarning, Problem, solve
-from lobs.kernels.compiled_swaps import settle, start
+from lobs.solvers.kernels.compiled_swaps import settle, start
 
 
 class Rows:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lobs
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 
 
 class Net(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lobs
 from lobs import zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 from lobs.zoo.training import error_rate
 
 

@@ -9,7 +9,7 @@ import torch
 
 import lobs
 from lobs import zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 from lobs.zoo.training import error_rate
 
 

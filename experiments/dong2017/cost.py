@@ -2,7 +2,7 @@
 
 Cost does not depend on the weights, so seeded random ones serve where no checkpoint lies in the data folder; errors are then not
 reported. Every layer keeps the same fraction, otherwise the defaults. VGG-16's first fully-connected layer has 25,088 inputs: Ψ alone is 5 GB
-in double precision, so it is kept once, in single (`lobs.wide`).
+in double precision, so it is kept once, in single (`lobs.calibration.wide`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import lobs
 from experiments.dong2017.lab import Lab
 from lobs import Sparsity, zoo
-from lobs.data import imagenet
+from lobs.zoo.datasets import imagenet
 from lobs.errors import LobsError
 
 KEPT = {"alexnet": 0.11, "vgg16": 0.075}

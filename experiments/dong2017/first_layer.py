@@ -9,12 +9,13 @@ from torch import Tensor
 
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
-from lobs import Problem, collect, scores
-from lobs.bridge import layer_problem
+from lobs import Problem, collect
+from lobs.solvers import scores
+from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
-from lobs.masks import removal_order
+from lobs.solvers.masks import removal_order
 from lobs.solvers import Exact
-from lobs.sweep import SweepPoint, inflection
+from lobs.pruning.sweep import SweepPoint, inflection
 
 METHODS = {"Random": "random", "LWC": "magnitude", "ApoZW": "apozw", "L-OBS": "lobs", "exact": "exact"}
 

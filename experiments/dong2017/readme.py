@@ -49,7 +49,7 @@ _NOTES = """## How to read it, and where it differs
   when the error has come as near to the dense one as the paper says, or at a cap (350,000 iterations for LeNet-300-100, the paper's longest, which Random took; 10,000 for LeNet-5, which no row needed;
   1,020 for CIFAR-Net, a fraction of the paper's). Where they do better right after pruning than in the paper, the likely reason, not
   tested, is that our networks were trained with weight decay.
-- **OBD** takes the diagonal of the Fisher matrix, one drawn label a sample (`lobs.curvature`).
+- **OBD** takes the diagonal of the Fisher matrix, one drawn label a sample (`lobs.calibration.fisher`).
 - **DNS** has fixed thresholds from the dense weights and the weight decay that the network was trained with; the kept fraction is what comes out.
 - **CIFAR-Net**: the paper calls it a revised AlexNet of three convolutions and two fully-connected layers and gives no widths, nor how much each
   layer keeps. Two are here. The one with the widths of Caffe's cifar10_quick has 145,000 weights, most of them in convolutions; 9 % of them are too few (its

@@ -21,11 +21,11 @@ import lobs
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab
 from lobs import Problem, Sparsity, collect, solve, zoo
-from lobs.bridge import layer_problem
-from lobs.data import imagenet
+from lobs.calibration.layer_problem import layer_problem
+from lobs.zoo.datasets import imagenet
 from lobs.layers import find_layers
-from lobs.running import evaluating
-from lobs.solvers.exact import DeletionPath, Exact
+from lobs.calibration.forward import evaluating
+from lobs.solvers.greedy import DeletionPath, Exact
 
 NETWORK = "resnet50-v1"
 METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "exact": "exact", "auto, dense inputs": "auto", "default": "default"}

@@ -8,7 +8,7 @@ import lobs
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, subject
 from lobs import Sparsity, zoo
-from lobs.retraining import retrain
+from lobs.training.retrain import retrain
 
 METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "exact": "exact"}
 

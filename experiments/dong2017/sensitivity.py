@@ -10,7 +10,7 @@ import torch
 from experiments.dong2017 import pictures
 from experiments.dong2017.first_layer import fc1
 from experiments.dong2017.lab import Lab
-from lobs.bridge import sensitivities
+from lobs.calibration.layer_problem import sensitivities
 from lobs.solvers import Exact
 
 

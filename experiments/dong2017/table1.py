@@ -14,9 +14,9 @@ import lobs
 from experiments.dong2017 import few_iterations
 from experiments.dong2017.lab import STAGED_RATES, Lab, Subject, light, light_settings, subject
 from lobs import Sparsity, zoo
-from lobs.retraining import retrain, sgd
-from lobs.stages import Stage, iterate
-from lobs.surgery import Surgery, operate, threshold_c
+from lobs.training.retrain import retrain, sgd
+from lobs.training.staged import Stage, iterate
+from experiments.dong2017.surgery import Surgery, operate, threshold_c
 
 HAN = {
     "lenet300": {"fc1": 0.08, "fc2": 0.09, "fc3": 0.26},

@@ -13,9 +13,9 @@ from torch import Tensor
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
 from lobs import Problem, collect, solve
-from lobs.bridge import layer_problem
+from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
-from lobs.solvers.nettrim import moment_bytes, net_trim, quadratic_form_bytes
+from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
 
 # (method, kept %, the paper's ξ² and error)
 ROWS = [

@@ -13,10 +13,10 @@ import torch
 import lobs
 from experiments.dong2017.lab import Lab, Subject
 from lobs import Sparsity, zoo
-from lobs.data import mnist
-from lobs.data.labelled import LabelledImages
-from lobs.retraining import distillation, retrain
-from lobs.stages import Stage, iterate
+from lobs.zoo.datasets import mnist
+from lobs.zoo.datasets.labelled import LabelledImages
+from lobs.training.retrain import distillation, retrain
+from lobs.training.staged import Stage, iterate
 from lobs.zoo.training import train
 
 RATES = (1e-3, 2e-3, 5e-3)

@@ -19,13 +19,13 @@ __version__ = "0.1.0"
 # Names are imported on first use, so that `lobs --help` need not wait for torch.
 _HOMES = {
     # prune a network
-    "prune": "lobs.pipeline",
-    "forecast": "lobs.pipeline",
-    "Forecast": "lobs.forecasting",
-    "Pruning": "lobs.result",
-    "Account": "lobs.result",
-    "LayerResult": "lobs.result",
-    "Outlook": "lobs.outlook",
+    "prune": "lobs.pruning.api",
+    "forecast": "lobs.pruning.api",
+    "Forecast": "lobs.pruning.forecast",
+    "Pruning": "lobs.pruning.result",
+    "Account": "lobs.pruning.result",
+    "LayerResult": "lobs.pruning.result",
+    "Outlook": "lobs.pruning.preview",
     # say what you want
     "Sparsity": "lobs.targets",
     "ErrorBudget": "lobs.targets",
@@ -34,9 +34,9 @@ _HOMES = {
     "Block": "lobs.targets",
     "Structured": "lobs.targets",
     # one layer, bare tensors
-    "Problem": "lobs.problem",
-    "Solution": "lobs.solution",
-    "Solver": "lobs.problem",
+    "Problem": "lobs.solvers.problem",
+    "Solution": "lobs.solvers.solution",
+    "Solver": "lobs.solvers.problem",
     "solve": "lobs.solvers",
     "SOLVERS": "lobs.solvers",
     "LOBS": "lobs.solvers",
@@ -47,48 +47,48 @@ _HOMES = {
     "Columns": "lobs.solvers",
     "Auto": "lobs.solvers",
     # what reaches each layer
-    "collect": "lobs.calibrate",
-    "Calibration": "lobs.calibrate",
+    "collect": "lobs.calibration.collect",
+    "Calibration": "lobs.calibration.collect",
     # make it really smaller
-    "shrink": "lobs.shrinking",
-    "Shrinkage": "lobs.shrinking",
+    "shrink": "lobs.deploy.shrink",
+    "Shrinkage": "lobs.deploy.shrink",
     # files
-    "save": "lobs.checkpoint",
-    "save_compact": "lobs.checkpoint",
-    "load": "lobs.checkpoint",
-    "Checkpoint": "lobs.checkpoint",
+    "save": "lobs.storage.checkpoint",
+    "save_compact": "lobs.storage.checkpoint",
+    "load": "lobs.storage.checkpoint",
+    "Checkpoint": "lobs.storage.checkpoint",
     # zeros that stay
-    "hold": "lobs.holding",
-    "Hold": "lobs.holding",
-    "apply_masks": "lobs.holding",
-    "lightning_callback": "lobs.callbacks",
-    "trainer_callback": "lobs.callbacks",
-    "merge_lora": "lobs.adapters",
-    "merge_adapters": "lobs.adapters",
+    "hold": "lobs.training.hold",
+    "Hold": "lobs.training.hold",
+    "apply_masks": "lobs.training.hold",
+    "lightning_callback": "lobs.training.callbacks",
+    "trainer_callback": "lobs.training.callbacks",
+    "merge_lora": "lobs.training.lora",
+    "merge_adapters": "lobs.training.lora",
     # other programs
-    "export_onnx": "lobs.export",
-    "export_program": "lobs.export",
-    "to_semi_structured": "lobs.export",
-    "from_torch_prune": "lobs.export",
-    "to_torch_prune": "lobs.export",
+    "export_onnx": "lobs.deploy.export",
+    "export_program": "lobs.deploy.export",
+    "to_semi_structured": "lobs.deploy.export",
+    "from_torch_prune": "lobs.deploy.export",
+    "to_torch_prune": "lobs.deploy.export",
     # speed
-    "accelerate": "lobs.runtime",
-    "Acceleration": "lobs.runtime",
+    "accelerate": "lobs.deploy.accelerate",
+    "Acceleration": "lobs.deploy.accelerate",
     # train on
-    "retrain": "lobs.retraining",
-    "Retraining": "lobs.retraining",
-    "Shuffled": "lobs.retraining",
-    "distillation": "lobs.retraining",
-    "sgd": "lobs.retraining",
-    "iterate": "lobs.stages",
-    "Stage": "lobs.stages",
-    "Surgery": "lobs.surgery",
-    "operate": "lobs.surgery",
+    "retrain": "lobs.training.retrain",
+    "Retraining": "lobs.training.retrain",
+    "Shuffled": "lobs.training.retrain",
+    "distillation": "lobs.training.retrain",
+    "sgd": "lobs.training.retrain",
+    "iterate": "lobs.training.staged",
+    "Stage": "lobs.training.staged",
+    "Surgery": "experiments.dong2017.surgery",
+    "operate": "experiments.dong2017.surgery",
     # trust
-    "Certificate": "lobs.ledger",
-    "certify": "lobs.bounds",
-    "verify_masks": "lobs.verify",
-    "verify_errors": "lobs.verify",
+    "Certificate": "lobs.certificate.bound",
+    "certify": "lobs.certificate.certify",
+    "verify_masks": "lobs.certificate.verify",
+    "verify_errors": "lobs.certificate.verify",
     "LobsError": "lobs.errors",
     "NumericalWarning": "lobs.errors",
 }
@@ -186,29 +186,29 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lobs.adapters import merge_adapters, merge_lora
-    from lobs.bounds import certify
-    from lobs.calibrate import Calibration, collect
-    from lobs.callbacks import lightning_callback, trainer_callback
-    from lobs.checkpoint import Checkpoint, load, save, save_compact
+    from lobs.training.lora import merge_adapters, merge_lora
+    from lobs.certificate.certify import certify
+    from lobs.calibration.collect import Calibration, collect
+    from lobs.training.callbacks import lightning_callback, trainer_callback
+    from lobs.storage.checkpoint import Checkpoint, load, save, save_compact
     from lobs.errors import LobsError, NumericalWarning
-    from lobs.export import export_onnx, export_program, from_torch_prune, to_semi_structured, to_torch_prune
-    from lobs.forecasting import Forecast
-    from lobs.holding import Hold, apply_masks, hold
-    from lobs.ledger import Certificate
-    from lobs.outlook import Outlook
-    from lobs.pipeline import forecast, prune
-    from lobs.problem import Problem, Solver
-    from lobs.result import Account, LayerResult, Pruning
-    from lobs.retraining import Retraining, Shuffled, distillation, retrain, sgd
-    from lobs.runtime import Acceleration, accelerate
-    from lobs.shrinking import Shrinkage, shrink
-    from lobs.solution import Solution
+    from lobs.deploy.export import export_onnx, export_program, from_torch_prune, to_semi_structured, to_torch_prune
+    from lobs.pruning.forecast import Forecast
+    from lobs.training.hold import Hold, apply_masks, hold
+    from lobs.certificate.bound import Certificate
+    from lobs.pruning.preview import Outlook
+    from lobs.pruning.api import forecast, prune
+    from lobs.solvers.problem import Problem, Solver
+    from lobs.pruning.result import Account, LayerResult, Pruning
+    from lobs.training.retrain import Retraining, Shuffled, distillation, retrain, sgd
+    from lobs.deploy.accelerate import Acceleration, accelerate
+    from lobs.deploy.shrink import Shrinkage, shrink
+    from lobs.solvers.solution import Solution
     from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Columns, Exact, Refine, Scored, solve
-    from lobs.stages import Stage, iterate
-    from lobs.surgery import Surgery, operate
+    from lobs.training.staged import Stage, iterate
+    from experiments.dong2017.surgery import Surgery, operate
     from lobs.targets import Block, Budget, ErrorBudget, NByM, Sparsity, Structured
-    from lobs.verify import verify_errors, verify_masks
+    from lobs.certificate.verify import verify_errors, verify_masks
 
 
 def __getattr__(name: str) -> Any:

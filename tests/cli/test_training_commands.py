@@ -5,7 +5,8 @@ import json
 import pytest
 
 import lobs
-from lobs import LobsError, checkpoint
+from lobs import LobsError
+from lobs.storage import checkpoint
 from lobs.cli.retrain import parse_stages
 from tests.cli.test_cli import as_json, invoke
 
@@ -92,7 +93,7 @@ def test_iterate_prunes_on_the_inputs_asked_for(monkeypatch):
         seen.update(pruning)
         raise LobsError("enough")
 
-    monkeypatch.setattr("lobs.stages.iterate", stop)
+    monkeypatch.setattr("lobs.training.staged.iterate", stop)
     refused("enough", "iterate", "lenet300", "--stages", "50%:1", "--solver", "lobs", "--inputs", "dense", "--samples", 100)
     assert seen == {"solver": "lobs", "inputs": "dense"}
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import lobs
 from lobs import Budget, ErrorBudget, NByM, Sparsity, Structured, zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 
 Result = Any
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import lobs
-from lobs.data import cifar10, imagenet
+from lobs.zoo.datasets import cifar10, imagenet
 from lobs.errors import DataError
-from lobs.verify import verify_masks
-from tests.compact.test_fuzz import MUTATIONS
+from lobs.certificate.verify import verify_masks
+from tests.storage.compact.test_fuzz import MUTATIONS
 from tests.hostile.running import faults
 
 

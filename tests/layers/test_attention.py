@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lobs
-from lobs.influence import output_influence
+from lobs.calibration.output_influence import output_influence
 from lobs.layers import find_layers
-from lobs.verify import verify_errors, verify_masks
+from lobs.certificate.verify import verify_errors, verify_masks
 
 ROLES = ["q_proj", "k_proj", "v_proj", "out_proj"]
 

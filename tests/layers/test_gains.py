@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from torch import nn
 
 import lobs
-from lobs import chain
+from lobs.certificate import lipschitz
 from lobs.layers import as_layer
 from tests.layers.test_exactness import CONVOLUTIONS, TRANSPOSED, convolutions
 
@@ -22,7 +22,7 @@ def test_no_convolution_stretches_more_than_its_gain(case):
     module, x = case
     layer = as_layer("conv", module)
     x = (x if x.dim() == layer.dimensions + 2 else x.unsqueeze(0))[:1]
-    spectral, frobenius = chain._layer_gains(layer, x.shape, None)
+    spectral, frobenius = lipschitz._layer_gains(layer, x.shape, None)
 
     def linear(flat):
         return (module(flat.reshape(x.shape)) - module(torch.zeros_like(x))).flatten()
@@ -38,7 +38,7 @@ def test_a_transposed_convolution_whose_pieces_do_not_overlap_has_its_exact_gain
     nn.init.ones_(module.weight)
     layer = as_layer("up", module)
     # Every input element is copied 2ⁿ times: it stretches by √2ⁿ, and the row of ones by as much again in the bound.
-    spectral, _ = chain._layer_gains(layer, torch.Size((1, 1, *[3] * n)), None)
+    spectral, _ = lipschitz._layer_gains(layer, torch.Size((1, 1, *[3] * n)), None)
     assert spectral == pytest.approx(2**n)
 
 
@@ -83,7 +83,7 @@ def test_what_reaches_no_patch_has_no_gain(case):
     module, x = case
     layer = as_layer("conv", module)
     assume(x.dim() == layer.dimensions + 2)
-    counted = int(chain._column_sums(layer.windows, x.shape).sum())
+    counted = int(lipschitz._column_sums(layer.windows, x.shape).sum())
     zeros = layer.windows(torch.zeros_like(x)).numel()
     assert counted <= zeros  # padding takes places that no input element has
     if not any(module.padding):

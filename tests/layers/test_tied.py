@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import lobs
 from lobs.errors import UnsupportedLayerError
 from lobs.layers import find_layers
-from lobs.verify import verify_errors, verify_masks
+from lobs.certificate.verify import verify_errors, verify_masks
 from tests.layers.test_flipped import Conv1D
 
 

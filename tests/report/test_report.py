@@ -18,10 +18,10 @@ from torch import nn
 
 import lobs
 from lobs.errors import FileError, LobsError
-from lobs.ledger import Certificate
+from lobs.certificate.bound import Certificate
 from lobs.report import Run, figures, panels, pictures, read_run, waterfall, whatif, words, write_report
 from lobs.report.tables import environment
-from lobs.result import Histogram
+from lobs.pruning.result import Histogram
 
 HOSTILE = ['<img src="https://evil.example/x">', "</script><script>alert(1)</script>", "%{x} & <a href='https://evil.example'>"]
 SOLVERS = {"exact": lobs.Exact(backend="torch"), "lobs": "lobs", "magnitude": "magnitude"}

@@ -111,7 +111,7 @@ def test_lobs_is_the_published_algorithm_step_by_step():
 
 
 def test_lobs_in_panels_is_lobs_one_deletion_at_a_time(monkeypatch):
-    monkeypatch.setattr("lobs.solvers.lobs._PANEL", 4)
+    monkeypatch.setattr("lobs.solvers.layerwise_obs._PANEL", 4)
     # Rows of unlike size give unlike counts: in some panels a few of them have nothing left to delete.
     weight, psi = torch.randn(7, 23, dtype=torch.float64) * torch.logspace(-1, 1, 7).unsqueeze(1), make_moment(23)
     problem = Problem(weight, psi, bias_column=True)

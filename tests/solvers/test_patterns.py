@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lobs import Block, Exact, LobsError, NByM, Problem, Sparsity, Structured, solve
-from lobs.solvers.blocks import block_path
-from lobs.solvers.nbym import quota_of, solve_nbym
-from lobs.solvers.swaps import swap_within_groups
+from lobs.solvers.patterns.block import block_path
+from lobs.solvers.patterns.nbym import quota_of, solve_nbym
+from lobs.solvers.patterns.group_swaps import swap_within_groups
 from tests import naive
 from tests.conftest import make_moment
 from tests.solvers.test_laws import PROBLEMS
@@ -129,7 +129,7 @@ def test_swaps_help_where_float32_would_take_rounding_for_gains(pattern, monkeyp
     assert 1e-4 < problem.metrics[0].independence < 1e-3
     without, with_swaps = (solve_nbym(problem, target, method="admm", swaps=swaps).error for swaps in (False, True))
     assert with_swaps < 0.9 * without
-    monkeypatch.setattr("lobs.solvers.nbym._SINGLE_PRECISION_SWAPS", 0.0)
+    monkeypatch.setattr("lobs.solvers.patterns.nbym._SINGLE_PRECISION_SWAPS", 0.0)
     assert solve_nbym(problem, target, method="admm").error <= without * (1 + 1e-9)  # rows keep what they had
 
 
@@ -153,9 +153,9 @@ def test_a_layer_without_rows_has_nothing_to_lose():
 
 
 def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):
-    monkeypatch.setattr("lobs.solvers.nbym.GREEDY_UP_TO", 0.0)
-    monkeypatch.setattr("lobs.solvers.nbym.SWAPS_UP_TO", 0.0)
-    monkeypatch.setattr("lobs.solvers.support._MANY", 0.0)
+    monkeypatch.setattr("lobs.solvers.patterns.nbym.GREEDY_UP_TO", 0.0)
+    monkeypatch.setattr("lobs.solvers.patterns.nbym.SWAPS_UP_TO", 0.0)
+    monkeypatch.setattr("lobs.solvers.least_squares._MANY", 0.0)
     problem = Problem(torch.randn(10, 65), make_moment(65), bias_column=True)
     solution = solve(problem, "exact", NByM(2, 4))
     assert solution.status == "ok (2:4 by admm)"

@@ -8,8 +8,8 @@ import torch
 from lobs import ADMM, Auto, ErrorBudget, Exact, LobsError, NumericalWarning, Problem, Refine, Scored, solve
 from lobs.solvers.admm import _sample
 from lobs.solvers.auto import costs
-from lobs.solvers.search import swap
-from lobs.solvers.support import least_squares, on_support, typical_independence, weighted_error
+from lobs.solvers.local_search import swap
+from lobs.solvers.least_squares import least_squares, on_support, typical_independence, weighted_error
 from tests.conftest import make_moment
 
 
@@ -18,16 +18,16 @@ def problem(rows=20, d=60, **settings):
 
 
 def test_swaps_reach_pools_smaller_than_the_layer(monkeypatch):
-    monkeypatch.setattr("lobs.solvers.search._POOL", 8)
-    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 8)
+    monkeypatch.setattr("lobs.solvers.local_search._POOL", 8)
+    monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 8)
     p = problem()
     first = solve(p, Scored("magnitude"), 0.7)
     one = on_support(p, swap(p, first.mask, rounds=1)[0])
     many = on_support(p, swap(p, first.mask, rounds=12)[0])
     assert many.error <= one.error < on_support(p, first.mask).error
     # What pools find in many rounds is near what a search over everything finds.
-    monkeypatch.setattr("lobs.solvers.search._POOL", 60)
-    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 60)
+    monkeypatch.setattr("lobs.solvers.local_search._POOL", 60)
+    monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 60)
     assert many.error <= 1.15 * on_support(p, swap(p, first.mask)[0]).error
 
 
@@ -41,31 +41,31 @@ def test_conjugate_gradients_agree_with_cholesky_where_it_is_dear(monkeypatch):
     p = problem()
     mask = solve(p, "admm", 0.5).mask
     direct = on_support(p, mask)
-    monkeypatch.setattr("lobs.solvers.support._MANY", 0.0)
+    monkeypatch.setattr("lobs.solvers.least_squares._MANY", 0.0)
     iterated = on_support(p, mask)
     assert iterated.error == pytest.approx(direct.error, rel=1e-5)
 
 
 def test_weights_that_swaps_leave_need_no_second_solve(monkeypatch):
     """The factors of a round of swaps give the best weights on its support: polished, they are those of least squares."""
-    monkeypatch.setattr("lobs.solvers.search._POOL", 8)
-    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 8)
+    monkeypatch.setattr("lobs.solvers.local_search._POOL", 8)
+    monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 8)
     p = problem()
     mask, near, _ = swap(p, solve(p, Scored("magnitude"), 0.6).mask, rounds=2)
     direct = on_support(p, mask)
-    monkeypatch.setattr("lobs.solvers.support._FEW", -1.0)
-    monkeypatch.setattr("lobs.solvers.support.least_squares", None)  # must not be asked
+    monkeypatch.setattr("lobs.solvers.least_squares._FEW", -1.0)
+    monkeypatch.setattr("lobs.solvers.least_squares.least_squares", None)  # must not be asked
     assert on_support(p, mask, near).error == pytest.approx(direct.error, rel=1e-6)
 
 
 def test_swaps_without_room_for_factors_are_as_good(monkeypatch):
     p = problem()
     first = solve(p, Scored("magnitude"), 0.6).mask
-    monkeypatch.setattr("lobs.solvers.search._POOL", 8)
-    monkeypatch.setattr("lobs.solvers.search._LEAST_POOL", 8)
+    monkeypatch.setattr("lobs.solvers.local_search._POOL", 8)
+    monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 8)
     with_room = on_support(p, *swap(p, first)[:2]).error
-    monkeypatch.setattr("lobs.solvers.search._TOGETHER", 10**9)
-    monkeypatch.setattr("lobs.solvers.search._BATCH_BYTES", 8 * 16 * 16 * len(first))
+    monkeypatch.setattr("lobs.solvers.local_search._TOGETHER", 10**9)
+    monkeypatch.setattr("lobs.solvers.local_search._BATCH_BYTES", 8 * 16 * 16 * len(first))
     assert on_support(p, *swap(p, first)[:2]).error == pytest.approx(with_room, rel=0.05)
 
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs import LobsError, checkpoint, zoo
+from lobs import LobsError, zoo
+
+from lobs.storage import checkpoint
 from lobs.zoo.classics import VGG16, AlexNet
 from lobs.zoo.resnet import ResNet50
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lobs import LobsError, zoo
-from lobs.data import mnist
+from lobs.zoo.datasets import mnist
 from lobs.zoo.training import Recipe, error_rate, train
 
 

@@ -26,7 +26,7 @@ def bench(
 
     from lobs.cli.export_ import take
     from lobs.cli.subject import open_subject
-    from lobs.runtime import accelerate
+    from lobs.deploy.accelerate import accelerate
 
     before = torch.get_num_threads()
     if threads is not None:

@@ -19,7 +19,7 @@ def data(
 
     Example: `lobs data cifar10 ~/data`, then `lobs --data ~/data train cifarnet`
     """
-    from lobs.data import cifar10
+    from lobs.zoo.datasets import cifar10
     from lobs.errors import DataError
 
     if name != "cifar10":

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lobs.cli.common import JsonOption, command_line, notes, optional, print_json, print_table, say
-from lobs.files import make_folder
+from lobs.storage.atomic import make_folder
 
 if TYPE_CHECKING:
     from lobs.report import Run
-    from lobs.result import Pruning
+    from lobs.pruning.result import Pruning
 
 # 7.0 % of all weights; the small last layers keep more, as in the paper.
 KEPT = {"fc1": 0.051, "fc2": 0.20, "fc3": 0.65}
@@ -31,7 +31,7 @@ def demo(
     Writes a report and the pruned network, and says where. Example: `lobs demo --out /tmp/demo`
     """
     from lobs.cli.subject import open_subject
-    from lobs.pipeline import prune
+    from lobs.pruning.api import prune
     from lobs.report import Run, write_report
     from lobs.targets import Sparsity
 

@@ -22,7 +22,7 @@ from lobs.cli.common import (
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
-    from lobs.checkpoint import Checkpoint
+    from lobs.storage.checkpoint import Checkpoint
 
 FORMATS = {"compact": ".compact.safetensors", "onnx": ".onnx", "torch": ".pt2"}
 
@@ -57,9 +57,9 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
     from dataclasses import asdict
     from typing import cast
 
-    from lobs.checkpoint import save_compact
-    from lobs.compact import Values
-    from lobs.export import dense_sizes
+    from lobs.storage.checkpoint import save_compact
+    from lobs.storage.compact import Values
+    from lobs.deploy.export import dense_sizes
 
     saved = _checkpoint(network, trust)
     record = {
@@ -96,7 +96,7 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
 
 def _checkpoint(network: str, trust: bool) -> Checkpoint:
     """A file's content as it is, so that files whose network is unknown can be made smaller too."""
-    from lobs import checkpoint
+    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject
 
     if Path(network).is_file():
@@ -107,7 +107,7 @@ def _checkpoint(network: str, trust: bool) -> Checkpoint:
 
 def _program(network: str, target: Path, form: str, trust: bool, json: bool) -> None:
     from lobs.cli.subject import open_subject
-    from lobs.export import export_onnx, export_program
+    from lobs.deploy.export import export_onnx, export_program
 
     subject = open_subject(network, 1, trust=trust)
     example = take(subject.first(), 2)

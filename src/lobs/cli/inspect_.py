@@ -18,7 +18,7 @@ def inspect(
     cannot be pruned are named with the reason, and weights of no known kind with their size. Example:
     `lobs inspect lenet5 --samples 1000`
     """
-    from lobs.calibrate import collect
+    from lobs.calibration.collect import collect
     from lobs.cli.subject import open_subject
     from lobs.layers import find_layers, refused_layers, uncovered_weights
 
@@ -57,7 +57,7 @@ def inspect(
 def _row(layer: Any, moments: Any) -> dict[str, Any]:
     import torch
 
-    from lobs.bridge import layer_problem, sensitivities
+    from lobs.calibration.layer_problem import layer_problem, sensitivities
 
     values, damping = sensitivities(layer_problem(layer, layer.matrix(), moments))
     # torch.quantile takes at most 2²⁴ values: a regular sample of a large layer is as good.

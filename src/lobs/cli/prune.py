@@ -44,7 +44,7 @@ from lobs.cli.patterns import AlongOption, BlockOption, PatternOption, Structure
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
-    from lobs.problem import Solver
+    from lobs.solvers.problem import Solver
     from lobs.targets import Target
 
 
@@ -145,11 +145,11 @@ def prune(
     distinct(report, "--report", out, file_of(network))
     distinct(log_json, "--log-json", out, report, file_of(network))
 
-    from lobs.arguments import PASSES, check, shared
+    from lobs.pruning.options import PASSES, check, shared
     from lobs.cli.subject import open_subject
-    from lobs.distributed import launched, share
-    from lobs.pipeline import forecast
-    from lobs.pipeline import prune as run
+    from lobs._system.distributed import launched, share
+    from lobs.pruning.api import forecast
+    from lobs.pruning.api import prune as run
 
     chosen = _solver(solver, seconds)
     if passes is not None and (max_drop is not None or not shared(target)):

@@ -79,7 +79,7 @@ def _pictured(run: Run, path: Path, trust: bool) -> Run:
 
 
 def _origin(path: Path, trust: bool) -> str:
-    from lobs.checkpoint import load
+    from lobs.storage.checkpoint import load
     from lobs.cli.subject import require_trust
     from lobs.errors import FileError
 

@@ -26,7 +26,7 @@ from lobs.errors import LobsError
 
 if TYPE_CHECKING:
     from lobs.cli.subject import Subject
-    from lobs.stages import Stage
+    from lobs.training.staged import Stage
 
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Images a batch; the zoo recipe's by default.")]
 RateOption = Annotated[float | None, typer.Option(min=0, help="Learning rate; the zoo recipe's original one by default.")]
@@ -56,9 +56,9 @@ def retrain(
     Example: `lobs retrain small.safetensors --iterations 510 --until-error 1.6 --out again.safetensors`
     """
     distinct(writable(out), "--out", file)
-    from lobs import checkpoint
+    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject, require_file
-    from lobs.retraining import retrain as run
+    from lobs.training.retrain import retrain as run
 
     require_file(file)
     saved = checkpoint.load(file)
@@ -108,9 +108,9 @@ def iterate(
     """
     distinct(writable(out), "--out", file_of(network))
     plan = parse_stages(stages, scope)
-    from lobs import checkpoint
+    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject
-    from lobs.stages import iterate as run
+    from lobs.training.staged import iterate as run
 
     if file_of(network) is not None:
         _require_recipe(checkpoint.load(network).record.get("network"), network)
@@ -137,7 +137,7 @@ def iterate(
 
 def parse_stages(text: str, scope: str | None = None) -> list[Stage]:
     """Read 'KEEP:ITERATIONS' for every stage, separated by semicolons."""
-    from lobs.stages import Stage
+    from lobs.training.staged import Stage
     from lobs.targets import Sparsity
 
     plan = []
@@ -165,9 +165,9 @@ def _settings(
     import torch
 
     from lobs import zoo
-    from lobs.data import sets
-    from lobs.data.labelled import LabelledImages
-    from lobs.retraining import Shuffled, sgd
+    from lobs.zoo.datasets import sets
+    from lobs.zoo.datasets.labelled import LabelledImages
+    from lobs.training.retrain import Shuffled, sgd
 
     _require_recipe(subject.network, subject.title)
     recipe = zoo.entry(subject.network).recipe

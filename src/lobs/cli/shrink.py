@@ -24,10 +24,10 @@ def shrink(
     """
     distinct(writable(out), "--out", file_of(network))
 
-    from lobs import checkpoint
+    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject
     from lobs.errors import LobsError
-    from lobs.shrinking import shrink as run
+    from lobs.deploy.shrink import shrink as run
 
     subject = open_subject(network, trust=trust)
     batch = subject.first()

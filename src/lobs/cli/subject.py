@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from lobs import checkpoint, zoo
+from lobs import zoo
+
+from lobs.storage import checkpoint
 from lobs.errors import FileError, LobsError
-from lobs.journal import weights_hash
-from lobs.running import batch_size
-from lobs.shrinking import fit_to
+from lobs.storage.run_store import weights_hash
+from lobs.calibration.forward import batch_size
+from lobs.deploy.shrink import fit_to
 from lobs.zoo.training import error_rate
 
 
@@ -95,7 +97,7 @@ def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = 
 
 
 def _from_zoo(name: str, samples: int | None, model: nn.Module | None = None) -> Subject:
-    from lobs.data import sets
+    from lobs.zoo.datasets import sets
 
     data = zoo.entry(name).data
     model = zoo.trained(name) if model is None else model

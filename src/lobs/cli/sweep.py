@@ -24,10 +24,10 @@ from lobs.cli.common import (
     say,
     unclaimed,
 )
-from lobs.files import make_folder
+from lobs.storage.atomic import make_folder
 
 if TYPE_CHECKING:
-    from lobs.sweep import SweepPoint
+    from lobs.pruning.sweep import SweepPoint
 
 
 def sweep(
@@ -59,8 +59,8 @@ def sweep(
     folder = makeable(unclaimed(out, Path("lobs-sweep")))
 
     from lobs.cli.subject import open_subject
-    from lobs.sweep import inflection
-    from lobs.sweep import sweep as run
+    from lobs.pruning.sweep import inflection
+    from lobs.pruning.sweep import sweep as run
 
     subject = open_subject(network, samples, trust=trust)
     if subject.evaluate is None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lobs.cli.common import JsonOption, TrustOption, print_json, say
-from lobs.progress import shown
+from lobs._system.progress import shown
 
 if TYPE_CHECKING:
-    from lobs.checkpoint import Checkpoint
-    from lobs.verify import Finding
+    from lobs.storage.checkpoint import Checkpoint
+    from lobs.certificate.verify import Finding
 
 
 def verify(
@@ -29,11 +29,11 @@ def verify(
 
     Examples: `lobs verify lobs-demo/lenet300-7pct.safetensors`; `lobs verify pruned.safetensors --weights tuned.safetensors`
     """
-    from lobs import checkpoint
+    from lobs.storage import checkpoint
     from lobs.cli.subject import require_file
     from lobs.errors import FileError
-    from lobs.result import changed_since
-    from lobs.verify import verify_masks
+    from lobs.pruning.result import changed_since
+    from lobs.certificate.verify import verify_masks
 
     require_file(file)
     saved = checkpoint.load(file)
@@ -71,8 +71,8 @@ def verify(
 
 def _recompute(file: Path, saved: Checkpoint, trust: bool) -> list[Finding]:
     from lobs.cli.subject import open_subject, require_trust
-    from lobs.journal import weights_hash
-    from lobs.verify import Finding, verify_errors
+    from lobs.storage.run_store import weights_hash
+    from lobs.certificate.verify import Finding, verify_errors
 
     origin = saved.record["origin"]
     if ":" in origin:  # not the path of a checkpoint, which is asked the same when it is opened

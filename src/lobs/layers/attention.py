@@ -15,7 +15,7 @@ from torch import nn
 from lobs.layers.attention_forward import ObservedAttention
 from lobs.layers.base import OnInput, OnOutput, Part
 from lobs.layers.linear import LinearLayer
-from lobs.layers.observing import Undo
+from lobs.layers.hooks import Undo
 
 Role: TypeAlias = Literal["q", "k", "v", "out"]
 ROLES: tuple[Role, ...] = ("q", "k", "v", "out")

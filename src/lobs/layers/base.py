@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs.errors import CalibrationError
-from lobs.layers.observing import Handle, Undo
+from lobs.layers.hooks import Handle, Undo
 
 # Patches are formed in pieces this large, so that memory does not grow with the batch or the image, and so that each
 # float32 product sums few enough terms to keep six digits; pieces are then added in float64.

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lobs.errors import LobsError
-from lobs.files import atomic_write
+from lobs.storage.atomic import atomic_write
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lobs.result import Account
+    from lobs.pruning.result import Account
 
 __all__ = ["Run", "read_run", "write_report"]
 
@@ -66,8 +66,8 @@ def write_report(
 
 def read_run(path: str | os.PathLike[str], label: str = "") -> Run:
     """A run from a file that `Pruning.save` or `lobs prune --out` wrote; the label is the file's name if none is given."""
-    from lobs.checkpoint import load
-    from lobs.result import Account
+    from lobs.storage.checkpoint import load
+    from lobs.pruning.result import Account
 
     saved = load(path)
     record = saved.record

@@ -15,7 +15,7 @@ from lobs.report.words import number, short_names
 
 if TYPE_CHECKING:
     from lobs.report import Run
-    from lobs.result import LayerResult
+    from lobs.pruning.result import LayerResult
 
 Figure = dict[str, Any]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lobs.outlook import Outlook
+from lobs.pruning.preview import Outlook
 from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive, shown
 from lobs.report.words import number, percent
-from lobs.result import Histogram, Pruning
-from lobs.solution import Solution
+from lobs.pruning.result import Histogram, Pruning
+from lobs.solvers.solution import Solution
 
 if TYPE_CHECKING:
     from lobs.report import Run

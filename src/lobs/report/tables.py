@@ -15,7 +15,7 @@ from lobs.report.words import fixed, number, percent
 
 if TYPE_CHECKING:
     from lobs.report import Run
-    from lobs.result import LayerResult
+    from lobs.pruning.result import LayerResult
 
 
 class Column(NamedTuple):

@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 
 from lobs.errors import SolverError
-from lobs.problem import Problem, Solver, finish
-from lobs.solution import Solution
+from lobs.solvers.problem import Problem, Solver, finish
+from lobs.solvers.solution import Solution
 from lobs.solvers.admm import ADMM
 from lobs.solvers.auto import Auto
-from lobs.solvers.columns import Columns
-from lobs.solvers.exact import DeletionPath, Exact
-from lobs.solvers.lobs import LOBS
+from lobs.solvers.column_sweep import Columns
+from lobs.solvers.greedy import DeletionPath, Exact
+from lobs.solvers.layerwise_obs import LOBS
 from lobs.solvers.refine import Refine
-from lobs.solvers.scored import Scored
+from lobs.solvers.baselines import Scored
 from lobs.targets import ErrorBudget, Target, as_target
 
 __all__ = ["ADMM", "LOBS", "SOLVERS", "Auto", "Columns", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]

@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lobs import memory
-from lobs.distributed import crew
-from lobs.problem import Problem, Solver
-from lobs.solution import Solution
+from lobs._system import memory
+from lobs._system.distributed import crew
+from lobs.solvers.problem import Problem, Solver
+from lobs.solvers.solution import Solution
 from lobs.solvers.admm import ADMM, first_independence
-from lobs.solvers.columns import Columns
-from lobs.solvers.exact import Exact
-from lobs.solvers.lobs import LOBS, PRODUCTS
-from lobs.solvers.nbym import GREEDY_UP_TO, SWAPS_UP_TO
-from lobs.solvers.nbym_admm import STEPS
+from lobs.solvers.column_sweep import Columns
+from lobs.solvers.greedy import Exact
+from lobs.solvers.layerwise_obs import LOBS, PRODUCTS
+from lobs.solvers.patterns.nbym import GREEDY_UP_TO, SWAPS_UP_TO
+from lobs.solvers.patterns.nbym_admm import STEPS
 from lobs.solvers.refine import Refine
-from lobs.solvers.scored import Scored
-from lobs.solvers.search import round_work, swap
-from lobs.solvers.support import on_support, single_precision, weighted_error
+from lobs.solvers.baselines import Scored
+from lobs.solvers.local_search import round_work, swap
+from lobs.solvers.least_squares import on_support, single_precision, weighted_error
 from lobs.targets import Block, NByM, Sparsity, Structured, Target
 
 # Seconds per 10⁹ multiply-adds on two cores, fitted by `python -m benchmarks.rivals --costs`; only their ratios matter here.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lobs.distributed import crew
+from lobs._system.distributed import crew
 from lobs.errors import SolverError
-from lobs.problem import Problem, Solver, finish
-from lobs.solution import Solution
-from lobs.solvers.search import swap
-from lobs.solvers.support import on_support, weighted_error
+from lobs.solvers.problem import Problem, Solver, finish
+from lobs.solvers.solution import Solution
+from lobs.solvers.local_search import swap
+from lobs.solvers.least_squares import on_support, weighted_error
 from lobs.targets import Pattern, Target
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lobs import checkpoint
-from lobs.data import folders
+from lobs.storage import checkpoint
+from lobs.zoo.datasets import folders
 from lobs.errors import DataError, FileError
 from lobs.zoo.cifarnet import CifarNet
 from lobs.zoo.classics import VGG16, AlexNet

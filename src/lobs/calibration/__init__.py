@@ -1,0 +1,1 @@
+"""From data to layer problems: batches, moments, paired activations."""

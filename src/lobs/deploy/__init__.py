@@ -1,0 +1,1 @@
+"""Smaller, faster, elsewhere: shrink, accelerate, export."""

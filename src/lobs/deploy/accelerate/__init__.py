@@ -1,0 +1,9 @@
+"""Sparse networks that run faster: engines for layers, stopwatches, and `accelerate`, which decides by measuring."""
+
+from __future__ import annotations
+
+from lobs.deploy.accelerate.acceleration import Acceleration, accelerate
+from lobs.deploy.accelerate.layerwise import LayerTiming
+from lobs._system.stopwatch import Interval, median, speedup, take_turns
+
+__all__ = ["Acceleration", "Interval", "LayerTiming", "accelerate", "median", "speedup", "take_turns"]

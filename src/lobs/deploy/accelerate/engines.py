@@ -1,0 +1,220 @@
+"""Ways to compute what a layer computes. Each takes what it was measured for and leaves everything else to dense torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lobs._system.threads import workers
+from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one, convolve
+
+_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+_NEAR = 2  # an engine runs for inputs up to this factor larger or smaller than the one it was measured with
+
+
+class Engine(ABC):
+    """Computes some layers from arrays made of their weights, and notices when the weights have changed since."""
+
+    name = "engine"
+
+    def __init__(self, layers: Sequence[nn.Linear | nn.Conv2d], example: Tensor) -> None:
+        self.layers = list(layers)
+        self.least, self.most = example.numel() // _NEAR, example.numel() * _NEAR
+        self.refresh()
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this input, here and now, is one to compute; False means: let dense torch do it."""
+        if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or not self.least <= x.numel() <= self.most:
+            return False
+        if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or _tracing() or _transformed():
+            return False
+        if not self.fits(x):
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for _, _, tensor in self.watched)):
+            return False
+        for layer in self.layers:
+            if layer.training:
+                return False
+        version = 0
+        for slots, key, tensor in self.watched:  # slots, because a module's own look-up takes longer than a small layer
+            if slots[key] is not tensor:
+                self.refresh()
+                return True
+            version += _version(tensor)
+        if version != self.version:
+            self.refresh()
+        return True
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether an input has the shape the layers take; others get dense torch's error message."""
+        return x.dim() > 0 and x.shape[-1] == self.layers[0].weight.shape[1]
+
+    def refresh(self) -> None:
+        """Make the arrays anew from the layers' weights."""
+        self.watched: list[tuple[dict[str, Any], str, Tensor]] = [
+            (layer._parameters, key, tensor)
+            for layer in self.layers
+            for key in ("weight", "bias")
+            if (tensor := layer._parameters[key]) is not None
+        ]
+        self.version = sum(_version(tensor) for _, _, tensor in self.watched)
+        self.prepare()
+
+    def attach(self, layers: Sequence[nn.Linear | nn.Conv2d]) -> None:
+        """Watch other modules that hold the same parameters."""
+        self.layers = list(layers)
+        self.refresh()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make what `run` needs from the weights."""
+
+    @abstractmethod
+    def run(self, x: Tensor) -> Tensor:
+        """The layers' output."""
+
+
+def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
+    """Row starts, columns and values of a matrix's non-zeros."""
+    dense = matrix.detach().numpy()
+    there = dense != 0
+    starts = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.uint32)
+    return starts, np.nonzero(there)[1].astype(np.uint32), dense[there].astype(np.float32)
+
+
+def bias_of(layer: nn.Linear | nn.Conv2d) -> Any:
+    """A layer's bias, zeros where it has none."""
+    return np.zeros(len(layer.weight), np.float32) if layer.bias is None else layer.bias.detach().numpy().copy()
+
+
+class ChainEngine(Engine):
+    """Linear layers one after the other, with or without ReLU, in one compiled call."""
+
+    name = "compiled"
+
+    def __init__(self, layers: Sequence[nn.Linear], relu: Sequence[bool], example: Tensor, flatten: bool = False) -> None:
+        self.relu, self.flatten = np.array(relu, np.bool_), flatten
+        super().__init__(layers, example)
+
+    def prepare(self) -> None:
+        """All layers' rows behind one another."""
+        pieces = [rows_of(layer.weight) for layer in self.layers]
+        before = np.cumsum([0] + [len(values) for _, _, values in pieces])
+        starts = [s[:-1] + shift for (s, _, _), shift in zip(pieces, before[:-1], strict=True)]
+        columns = np.concatenate([c for _, c, _ in pieces])
+        values = np.concatenate([v for _, _, v in pieces])
+        bias = np.concatenate([bias_of(layer) for layer in self.layers])
+        widths = np.array([self.layers[0].weight.shape[1]] + [len(layer.weight) for layer in self.layers])
+        self.arrays = (np.concatenate([*starts, before[-1:]]).astype(np.uint32), columns, values, bias, widths, self.relu)
+        self.features, self.units = int(widths[0]), int(widths[-1])
+
+    def fits(self, x: Tensor) -> bool:
+        """Features in the last dimension, or in all but the first where they are flattened."""
+        if self.flatten:
+            return x.dim() > 1 and x.numel() == len(x) * self.features
+        return x.dim() > 0 and x.shape[-1] == self.features
+
+    def run(self, x: Tensor) -> Tensor:
+        """One input by gathering, more in tiles of the batch."""
+        given = (x.detach() if x.requires_grad else x).numpy()
+        if not given.flags.c_contiguous:
+            given = np.ascontiguousarray(given)
+        if given.size == self.features:
+            out = np.empty(self.units, np.float32)
+            chain_of_one(given.reshape(-1), *self.arrays, out)
+        else:
+            out = np.empty((given.size // self.features, self.units), np.float32)
+            spread(chain_of_many, given.reshape(-1, self.features), self.arrays, out, step=64)
+        return torch.from_numpy(out.reshape((*given.shape[: 1 if self.flatten else -1], self.units)))
+
+
+class ConvEngine(Engine):
+    """A convolution by its non-zero weights: shifted planes times numbers."""
+
+    name = "compiled"
+    layers: list[nn.Conv2d]  # type: ignore[assignment]
+
+    def prepare(self) -> None:
+        """Rows of weights; where a weight's plane begins depends on the image's size and is found once for each."""
+        conv = self.layers[0]
+        self.starts, self.flat, self.values = rows_of(conv.weight.reshape(len(conv.weight), -1))
+        self.bias = bias_of(conv)
+        self.placed: dict[tuple[int, int], Any] = {}
+
+    def fits(self, x: Tensor) -> bool:
+        """An image or a batch of them with the right channels, no smaller than the kernel."""
+        conv = self.layers[0]
+        if x.dim() not in (3, 4) or x.shape[-3] != conv.in_channels or not x.numel():
+            return False
+        around = conv._reversed_padding_repeated_twice
+        reach = [d * (k - 1) + 1 for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
+        return x.shape[-2] + sum(around[2:]) >= reach[0] and x.shape[-1] + sum(around[:2]) >= reach[1]
+
+    def run(self, x: Tensor) -> Tensor:
+        """Pad, split by phase of the stride, and add shifted planes."""
+        conv = self.layers[0]
+        image = x.detach() if x.dim() == 4 else x.detach().unsqueeze(0)
+        around = conv._reversed_padding_repeated_twice
+        if any(around):
+            mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+            image = nn.functional.pad(image, around, mode=mode)
+        (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
+        high, wide = (image.shape[2] - dh * (kh - 1) - 1) // sh + 1, (image.shape[3] - dw * (kw - 1) - 1) // sw + 1
+        tall, broad = -(-image.shape[2] // sh), -(-image.shape[3] // sw)
+        if sh > 1 or sw > 1:
+            image = nn.functional.pad(image, [0, broad * sw - image.shape[3], 0, tall * sh - image.shape[2]])
+            image = image.unflatten(3, (broad, sw)).unflatten(2, (tall, sh)).permute(0, 1, 3, 5, 2, 4)  # type: ignore[no-untyped-call]
+        planes = image.reshape(len(image), -1).contiguous().numpy()
+        out = np.empty((len(planes), len(self.bias), high, wide), np.float32)
+        arrays = (self.starts, self._offsets(tall, broad), self.values, self.bias, broad)
+        spread(convolve, planes, arrays, out, step=1)
+        answer = torch.from_numpy(out)
+        return answer if x.dim() == 4 else answer.squeeze(0)
+
+    def _offsets(self, tall: int, broad: int) -> Any:
+        if (tall, broad) not in self.placed:
+            if len(self.placed) > 8:  # images of ever new sizes must not fill the memory
+                self.placed.clear()
+            self.placed[tall, broad] = self._place(tall, broad)
+        return self.placed[tall, broad]
+
+    def _place(self, tall: int, broad: int) -> Any:
+        conv = self.layers[0]
+        (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
+        per = conv.in_channels // conv.groups
+        position = self.flat.astype(np.int64)
+        channel, y, x = position // (kh * kw), position // kw % kh * dh, position % kw * dw
+        group = np.repeat(np.arange(len(self.bias)), np.diff(self.starts)) // (len(self.bias) // conv.groups)
+        plane = ((group * per + channel) * sh + y % sh) * sw + x % sw
+        return (plane * tall * broad + y // sh * broad + x // sw).astype(np.int64)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation is at work: tensors then are not what they seem."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def spread(kernel: Callable[..., None], x: Any, arrays: tuple[Any, ...], out: Any, step: int) -> None:
+    """Run a kernel over the first dimension, in as many threads as torch would use where each gets work worth it."""
+    threads = torch.get_num_threads()
+    work = len(arrays[2]) * (out.size // max(1, len(arrays[3])))  # multiply-adds
+    pieces = min(threads, len(x) // step, int(work // 2_000_000))
+    if pieces < 2:
+        kernel(x, *arrays, out)
+        return
+    share = -(-len(x) // pieces // step) * step
+    spans = [slice(low, low + share) for low in range(0, len(x), share)]
+    jobs = [workers().submit(kernel, x[span], *arrays, out[span]) for span in spans[1:]]
+    kernel(x[spans[0]], *arrays, out[spans[0]])
+    for job in jobs:
+        job.result()

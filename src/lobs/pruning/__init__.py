@@ -1,0 +1,1 @@
+"""The run itself: from `prune` and its options to the result."""

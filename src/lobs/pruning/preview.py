@@ -1,0 +1,115 @@
+"""What other budgets would have asked of each layer, and what they would cost: a small table read off the error curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lobs.pruning.plan import Curve, RowLosses, allocations, reach
+
+STOPS = 140
+_LOWEST = 1e-3  # the smallest kept fraction that is looked at; below it little is left of any network
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One stop after another, from few weights removed to nearly all; stop `at` is the budget that was run.
+
+    `removed[name][i]` weights of layer `name` go at stop i, exactly as a run with that budget would share them out, and its own
+    relative error is then predicted as `errors[name][i]`: by the exact greedy, on the dense network's inputs.
+    `change[i]` is the root mean square change of the network's output that follows to first order, units taken as
+    independent. `priced` says that bytes or operations were shared out, not weights.
+    """
+
+    totals: dict[str, int]
+    removed: dict[str, tuple[int, ...]]
+    errors: dict[str, tuple[float, ...]]
+    change: tuple[float, ...]
+    at: int
+    priced: bool = False
+
+    def __post_init__(self) -> None:
+        stops = len(self.change)
+        tables = [*self.removed.values(), *self.errors.values()]
+        if not 0 <= self.at < stops or any(len(row) != stops for row in tables):
+            raise ValueError(f"an outlook of {stops} stops does not fit its tables")
+        if not self.totals.keys() == self.removed.keys() == self.errors.keys():
+            raise ValueError("an outlook's tables are of different layers")
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Outlook:
+        """Read back what JSON made of one."""
+        return Outlook(
+            totals={name: int(n) for name, n in record["totals"].items()},
+            removed={name: tuple(int(n) for n in row) for name, row in record["removed"].items()},
+            errors={name: tuple(float(x) for x in row) for name, row in record["errors"].items()},
+            change=tuple(float(x) for x in record["change"]),
+            at=int(record["at"]),
+            priced=bool(record.get("priced", False)),
+        )
+
+    def kept_fraction(self, stop: int) -> float:
+        """Kept weights over all weights at a stop."""
+        gone = sum(row[stop] for row in self.removed.values())
+        return 1 - gone / max(1, sum(self.totals.values()))
+
+
+def look_out(
+    curves: Mapping[str, Curve],
+    losses: Mapping[str, RowLosses],
+    importance: Mapping[str, Tensor],
+    done: Mapping[str, int],
+    stops: int = STOPS,
+) -> Outlook:
+    """Share out budgets on a logarithmic scale of what is kept, beside the counts of the run itself.
+
+    Costs one sort of all keys and one of each layer's; what is kept of it are numbers by layer and stop.
+    """
+    plans = {tuple(plan.values()): plan for plan in allocations(curves, _budgets(curves, stops))}
+    own = tuple(done[name] for name in curves)
+    plans[own] = dict(zip(curves, own, strict=True))
+    rising = sorted(plans, key=lambda counts: (sum(counts), counts))
+    errors, weighted = {}, torch.zeros(len(rising), dtype=torch.float64)
+    for index, name in enumerate(curves):
+        plain, felt = _costs(losses[name], importance[name], [counts[index] for counts in rising])
+        energy = losses[name].energy
+        errors[name] = tuple(_short(math.sqrt(e / energy)) if energy else 0.0 for e in plain.tolist())
+        weighted += felt
+    return Outlook(
+        totals={name: c.prunable for name, c in curves.items()},
+        removed={name: tuple(counts[index] for counts in rising) for index, name in enumerate(curves)},
+        errors=errors,
+        change=tuple(_short(math.sqrt(x)) for x in weighted.tolist()),
+        at=rising.index(own),
+        priced=any(c.price != 1 for c in curves.values()),
+    )
+
+
+def _budgets(curves: Mapping[str, Curve], stops: int) -> list[float]:
+    forced, most = reach(curves)
+    whole = sum(c.prunable * c.price for c in curves.values())
+    kept = torch.logspace(0, math.log10(_LOWEST), stops, dtype=torch.float64)
+    gives = (whole * (1 - kept)).clamp(forced, most)
+    if all(c.price == 1 for c in curves.values()):
+        gives = gives.round()
+    return [float(give) for give in gives]
+
+
+def _costs(losses: RowLosses, importance: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """E of a layer with so many weights gone, and the same with every row weighted by how much it matters."""
+    order = losses.keys(importance).flatten().sort(stable=True).indices
+    weight = importance[:, losses.rows].unsqueeze(-1).expand(losses.losses.shape).flatten()[order]
+    each = losses.losses.to(torch.float64).flatten()[order] * losses.multiplicity
+    places = (torch.tensor(counts) / losses.multiplicity).round().long().clamp_max(len(order))
+    start = torch.zeros(1, dtype=torch.float64)
+    return tuple(torch.cat([start, x.cumsum(0)])[places].clamp_min(0.0) for x in (each, each * weight.to(each)))  # type: ignore[return-value]
+
+
+def _short(value: float) -> float:
+    """Five digits: more than a screen shows, and a fifth of the bytes."""
+    return float(f"{value:.5g}")

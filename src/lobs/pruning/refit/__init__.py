@@ -1,0 +1,1 @@
+"""The last step: all surviving weights refitted together."""

@@ -1,0 +1,276 @@
+"""Gauss–Newton steps on a network's output over the weights that may move, without ever forming a Jacobian.
+
+With J = ∂f/∂θ and the residual r = f_θ − f_dense, a step δ approaches (JᵀJ + λD) δ = −Jᵀr by conjugate gradients. A product
+with JᵀJ is one derivative forward and one back; D ≈ diag JᵀJ comes from products with random signs v, E[(Jᵀv)²] = diag JᵀJ.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lobs.calibration.collect import collect
+from lobs._system.distributed import crew
+from lobs.errors import CrewError, LobsError
+from lobs.layers import Layer, watching
+from lobs.layers.hooks import Handle
+from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
+from lobs.calibration.forward import batch_size, call, main_output, plain_input
+
+INSIDE = 4  # conjugate-gradient steps
+PASSES = 6 * INSIDE + 12  # forward passes that a step costs as much as
+_DAMPING, _FLOOR = 0.1, 0.02  # shares of D, and of its mean that is its least
+_HALVINGS = 4  # of a step that does not help
+_BLOCKS = 4  # passes that finding a layer's own part of JᵀJ may take as long as
+_TOGETHER = 2**21  # numbers in batches that are joined
+_TINY = 1e-300
+
+
+class ImpossibleError(Exception):
+    """Why this network's weights cannot be moved together."""
+
+
+class Survivors:
+    """The weights that may move, as one vector, and how the network's output answers to them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dense: nn.Module,
+        layers: Sequence[Layer],
+        free: Mapping[str, Tensor],
+    ) -> None:
+        self.network, self.dense, self.layers = _Network(model), dense, layers
+        self.parameters = parameters_of(model, free)
+        self.free = {name: mask.to(self.parameters[name]) for name, mask in free.items()}
+        self.at: Vector = {name: t.detach().clone() for name, t in self.parameters.items()}
+
+    def write(self, at: Vector) -> None:
+        """Put weights into the network."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(at[name])
+
+    def answer(self, batch: Any) -> Callable[[Vector], Tensor]:
+        """The network's output on a batch as a function of the weights."""
+        return lambda at: self.network.answer(at, batch)
+
+    def try_out(self, batch: Any) -> int:
+        """How many numbers the network gives for a batch; raises where it cannot be differentiated there."""
+        still = {name: torch.zeros_like(t) for name, t in self.at.items()}
+        out: Tensor = jvp(self.answer(batch), (self.at,), (still,))[0]
+        vjp(self.answer(batch), self.at)[1](torch.zeros_like(out))
+        return out.numel()
+
+
+class Window:
+    """Some batches with the dense network's answers on them; joined to larger ones where that makes no difference."""
+
+    def __init__(self, survivors: Survivors, batches: list[Any], *, join: bool = False) -> None:
+        self.survivors, self.batches = survivors, _merged(batches) if join else batches
+        with torch.no_grad(), _running():
+            self.wanted = [_tensor(call(survivors.dense, batch)) for batch in self.batches]
+        self.samples = round(crew().total(sum(map(batch_size, batches)))[0])
+
+    def distance(self, at: Vector) -> float:
+        """Root mean square distance of the output from the dense one's."""
+        total = 0.0
+        with torch.no_grad(), _running():
+            for batch, wanted in zip(self.batches, self.wanted, strict=True):
+                total += float((self.survivors.answer(batch)(at) - wanted).to(torch.float64).square().sum())
+        return math.sqrt(crew().total(total)[0] / max(1, self.samples))
+
+    def step(self, at: Vector, turn: int) -> Vector:
+        """One damped Gauss–Newton step, shortened until it helps on these batches; `at` itself if it never does."""
+        slope, size = self._slope(at, turn)
+        delta = self._solve(at, slope, size)
+        here = self.distance(at)
+        for halving in range(_HALVINGS + 1):
+            there = {name: t + delta[name] * 0.5**halving for name, t in at.items()}
+            if self.distance(there) < here:
+                return there
+        return at
+
+    def _slope(self, at: Vector, turn: int) -> tuple[Vector, Vector]:
+        """Half the gradient, Jᵀr, and D ≈ diag JᵀJ: squares of products with random signs, a row's mean times a column's."""
+        generator = torch.Generator().manual_seed(1000 * turn + crew().rank)
+        slope, squares = ({name: torch.zeros_like(t) for name, t in at.items()} for _ in range(2))
+        with _running():
+            for batch, wanted in zip(self.batches, self.wanted, strict=True):
+                out, back = vjp(self.survivors.answer(batch), at)[:2]
+                signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+                for name, t in back(out - wanted)[0].items():
+                    slope[name] += t / self.samples
+                for name, t in back(signs)[0].items():
+                    squares[name] += t.square() / self.samples
+        crew().add(*slope.values(), *squares.values())
+        return self._masked(slope), {name: _smoothed(t) for name, t in squares.items()}
+
+    def _metric(self, size: Vector) -> Preconditioner:
+        """What is known of JᵀJ beforehand, from what reaches the layers of the network as it is now."""
+        metric, free = Preconditioner(size), self.survivors.free
+        # Multiply-adds of these batches, taken for those of one use a sample.
+        limits = [(layer, _BLOCKS * self.samples * layer.weight.numel()) for layer in self.survivors.layers]
+        chosen = [layer for layer, most in limits if affordable(layer, free, most)]
+        try:
+            metric.learn(chosen, collect(self.survivors.network.model, self.batches, chosen) if chosen else {}, free)
+        except CrewError:
+            raise
+        except LobsError:  # these batches may not reach every layer; what is known already will do
+            return Preconditioner(size)
+        return metric
+
+    def _solve(self, at: Vector, slope: Vector, size: Vector) -> Vector:
+        """Preconditioned conjugate gradients on (JᵀJ + λD) δ = −Jᵀr."""
+        metric = self._metric(size)
+        delta = {name: torch.zeros_like(t) for name, t in at.items()}
+        residual = {name: -t for name, t in slope.items()}
+        direction = metric(residual)
+        energy = first = _dot(residual, direction)
+        for _ in range(INSIDE):
+            if crew().hear(energy <= 1e-8 * first)[0]:  # where digits differ from process to process one must decide
+                break
+            image = self._curved(at, direction, size)
+            length_ = energy / max(_dot(direction, image), _TINY)
+            for name in delta:
+                delta[name] += length_ * direction[name]
+                residual[name] -= length_ * image[name]
+            ahead = metric(residual)
+            energy, before = _dot(residual, ahead), energy
+            direction = {name: t + energy / before * direction[name] for name, t in ahead.items()}
+        return delta
+
+    def _curved(self, at: Vector, v: Vector, size: Vector) -> Vector:
+        """(JᵀJ + λD) v."""
+        image = {name: torch.zeros_like(t) for name, t in at.items()}
+        with _running():
+            for batch in self.batches:
+                answer = self.survivors.answer(batch)
+                moved = jvp(answer, (at,), (v,))[1]
+                for name, t in vjp(answer, at)[1](moved)[0].items():
+                    image[name] += t / self.samples
+        crew().add(*image.values())
+        return self._masked({name: t + _DAMPING * size[name] * v[name] for name, t in image.items()})
+
+    def _masked(self, vector: Vector) -> Vector:
+        return {name: t * self.survivors.free[name] for name, t in vector.items()}
+
+
+@contextmanager
+def _running() -> Iterator[None]:
+    """What a network refuses is a reason not to go on, for all processes alike."""
+    try:
+        with crew().agree():
+            yield
+    except (CrewError, ImpossibleError):
+        raise
+    except (LobsError, RuntimeError) as error:
+        raise ImpossibleError(" ".join(str(error).split())[:300]) from error
+
+
+class _Network(nn.Module):
+    """A network that takes one of the user's batches, as `call` does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.places: dict[str, list[str]] = {}
+
+    def forward(self, batch: Any) -> Tensor:
+        return _tensor(call(self.model, batch))
+
+    def answer(self, at: Vector, batch: Any) -> Tensor:
+        """The output with these weights in place of the network's own."""
+        held = {f"model.{place}": t for name, t in at.items() for place in self._places(name)}
+        out: Tensor = functional_call(self, held, (batch,), tie_weights=False)
+        return out
+
+    def _places(self, name: str) -> list[str]:
+        """Where a parameter is held, each module once: torch would give one that is called by two names back to neither."""
+        if name not in self.places:
+            known = dict(self.model.named_parameters(remove_duplicate=False))
+            found: dict[tuple[int, str], str] = {}
+            for place, parameter in known.items():
+                if parameter is known[name]:
+                    owner, _, own = place.rpartition(".")
+                    found.setdefault((id(self.model.get_submodule(owner)), own), place)
+            self.places[name] = list(found.values())
+        return self.places[name]
+
+
+def _tensor(answer: Any) -> Tensor:
+    out = main_output(answer)
+    if out is None:
+        raise ImpossibleError("the network returns no floating-point tensor")
+    return out
+
+
+def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """A network's parameters under these names, of which several may be one."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    return {name: known[name] for name in names}
+
+
+def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
+    """Whether a network answers to two batches of tensors joined as it does to each.
+
+    Not so where samples are not the first dimension, or look at each other.
+    """
+    plain = [x for batch in batches if (x := plain_input(batch)) is not None]
+    if len(plain) < 2 or len(plain) < len(batches):
+        return False
+    try:
+        with torch.no_grad():
+            apart = torch.cat([_tensor(call(network, x)) for x in plain])
+            together = _tensor(call(network, torch.cat(plain)))
+    except (ImpossibleError, LobsError, RuntimeError):
+        return False
+    if together.shape != apart.shape or not bool(torch.isfinite(apart).all()):
+        return False
+    size = float(apart.abs().max()) if apart.numel() else 0.0
+    return bool(torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * size))
+
+
+def _merged(batches: list[Any]) -> list[Any]:
+    """Batches of plain tensors joined to larger ones: what a call costs beside its products counts a hundred times here."""
+    merged: list[Any] = []
+    for batch in batches:
+        x = plain_input(batch)
+        last = merged[-1] if merged else None
+        if x is None:
+            merged.append(batch)
+        elif isinstance(last, Tensor) and last.shape[1:] == x.shape[1:] and last.numel() + x.numel() <= _TOGETHER:
+            merged[-1] = torch.cat([last, x])
+        else:
+            merged.append(x)
+    return merged
+
+
+def _smoothed(squares: Tensor) -> Tensor:
+    """One look at every number is noise, but rows and columns have means; none is taken for dead."""
+    if squares.dim() > 1:
+        lines = squares.flatten(1)
+        total = lines.sum().clamp_min(torch.finfo(lines.dtype).tiny)
+        squares = (lines.sum(dim=1, keepdim=True) * (lines.sum(dim=0, keepdim=True) / total)).view_as(squares)
+    mean = squares.mean()
+    return squares + _FLOOR * mean if mean > 0 else torch.ones_like(squares)
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return float(sum((a[name].to(torch.float64) * b[name]).sum() for name in a))
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Without the fused kernels of attention, which cannot be differentiated forward, and what torch warns itself of there."""
+    with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
+        yield

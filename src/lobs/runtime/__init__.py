@@ -1,9 +1,0 @@
-"""Sparse networks that run faster: engines for layers, stopwatches, and `accelerate`, which decides by measuring."""
-
-from __future__ import annotations
-
-from lobs.runtime.acceleration import Acceleration, accelerate
-from lobs.runtime.layerwise import LayerTiming
-from lobs.runtime.timing import Interval, median, speedup, take_turns
-
-__all__ = ["Acceleration", "Interval", "LayerTiming", "accelerate", "median", "speedup", "take_turns"]

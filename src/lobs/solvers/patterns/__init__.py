@@ -1,0 +1,1 @@
+"""Patterns: N:M groups, blocks, whole units and channels."""

@@ -1,0 +1,1 @@
+"""Everything on disk: checkpoints, compact files, run stores and training state."""

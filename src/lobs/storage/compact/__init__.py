@@ -1,0 +1,8 @@
+"""Files that are as small as the network: removed weights take no room, and what is loaded is bit-equal to what was saved."""
+
+from __future__ import annotations
+
+from lobs.storage.compact.file import FORMAT, CompactFile, StoredTensor, read_compact, write_compact
+from lobs.storage.compact.values import VALUES, Values
+
+__all__ = ["FORMAT", "VALUES", "CompactFile", "StoredTensor", "Values", "read_compact", "write_compact"]

@@ -1,0 +1,1 @@
+"""Zeros that stay: hold, retrain, prune in stages."""

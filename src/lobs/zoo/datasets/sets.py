@@ -1,0 +1,36 @@
+"""Data sets by name: what a zoo network was trained on and is tested on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lobs.zoo.datasets import cifar10, imagenet, mnist
+from lobs.zoo.datasets.labelled import Split
+from lobs.errors import DataError
+
+NAMES = ("mnist", "cifar10", "imagenet", "imagenet-caffe")
+
+
+class Batched(Protocol):
+    """A data set that can be cut into batches."""
+
+    def batches(self, size: int = 500, limit: int | None = None) -> Sequence[tuple[Tensor, Tensor]] | imagenet.ImageNet:
+        """Batches of (images, labels), at most `limit` samples in all; can be run through again and again."""
+        ...
+
+
+def load(name: str, split: Split, folder: str | os.PathLike[str] | None = None) -> Batched:
+    """One split of a data set; "test" is ImageNet's validation set, "imagenet-caffe" the same with 0–255 less a mean."""
+    match name:
+        case "mnist":
+            return mnist.load(split)
+        case "cifar10":
+            return cifar10.load(split, folder)
+        case "imagenet" | "imagenet-caffe":
+            scaling: imagenet.Scaling = "caffe" if name.endswith("caffe") else "torchvision"
+            return imagenet.load("train" if split == "train" else "val", folder, scaling=scaling)
+    raise DataError(f"there is no data set '{name}'. There are: {', '.join(NAMES)}.")

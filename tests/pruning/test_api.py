@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import lobs
+from lobs import ErrorBudget, LobsError, Sparsity
+from lobs.certificate.certify import deviation
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, groups=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(6 * 9, 20),
+        nn.ReLU(),
+        nn.Linear(20, 4),
+    )
+
+
+def data(n=64):
+    return [(torch.randn(n // 4, 1, 8, 8), torch.zeros(n // 4)) for _ in range(4)]
+
+
+def test_prune_leaves_the_users_model_alone():
+    model, batches = network(), data()
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    result = lobs.prune(model, batches, 0.5, progress=False)
+    assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert result.model is not model
+
+
+def test_inplace_writes_into_the_users_model():
+    model, batches = network(), data()
+    copied = lobs.prune(model, batches, 0.5, progress=False)
+    result = lobs.prune(model, batches, 0.5, inplace=True, progress=False)
+    assert result.model is model
+    for a, b in zip(model.parameters(), copied.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_failure_midway_writes_nothing():
+    model = network()
+    model[6].weight.data[0, 0] = torch.nan
+    before = [p.clone() for p in model[0].parameters()]
+    with pytest.raises(LobsError, match="layer '6': weight has 1 NaN"):
+        lobs.prune(model, data(), 0.5, inplace=True, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, model[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("inputs", ["dense", "pruned"])
+def test_layer_error_is_what_running_the_layer_shows(inputs):
+    model, batches = network(), data()
+    result = lobs.prune(model, batches, 0.6, inputs=inputs, progress=False)
+    watched = result.model if inputs == "pruned" else model
+    for row in result.layers:
+        dense, sparse = model.get_submodule(row.name), result.model.get_submodule(row.name)
+        seen = []
+        handle = watched.get_submodule(row.name).register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0]))
+        with torch.no_grad():
+            for x, _ in batches:
+                watched(x)
+            handle.remove()
+            y = torch.cat(seen)
+            total = (dense(y) - sparse(y)).double().square().sum() / row.samples
+        assert row.error == pytest.approx(float(total), rel=1e-4)
+
+
+def test_masks_and_counts_are_those_of_the_model():
+    result = lobs.prune(network(), data(), Sparsity({"0": 0.5, "4": 0.9}), progress=False)
+    assert [(x.name, x.kept) for x in result.layers] == [("0", 27), ("4", 108), ("6", 80)]
+    for name, mask in result.masks.items():
+        weight = result.model.get_parameter(name)
+        assert bool((weight[~mask] == 0).all())
+    assert int((~result.masks["4.weight"]).sum()) == 1080 - 108
+    assert result.kept == 27 + 108 + 80 and result.total == 54 + 1080 + 80
+
+
+def test_layers_outside_the_target_are_untouched():
+    model = network()
+    result = lobs.prune(model, data(), Sparsity({"4": 0.9}), progress=False)
+    assert torch.equal(model[0].weight, result.model[0].weight) and torch.equal(model[6].bias, result.model[6].bias)
+    skipped = lobs.prune(model, data(), 0.9, skip="6", progress=False)
+    assert torch.equal(model[6].weight, skipped.model[6].weight) and len(skipped.layers) == 2
+
+
+def test_error_budget_holds_for_every_layer():
+    result = lobs.prune(network(), data(), ErrorBudget(0.1, relative=True), progress=False)
+    assert all(0 < row.relative_error <= 0.1 for row in result.layers)
+    assert all(row.kept < row.total for row in result.layers)
+
+
+def test_bias_can_be_pruned_when_asked():
+    model = network()
+    kept = lobs.prune(model, data(), 1.0, progress=False)
+    assert bool((kept.model[6].bias != 0).all()) and "6.bias" not in kept.masks
+    gone = lobs.prune(model, data(), 1.0, prune_bias=True, progress=False)
+    assert bool((gone.model[6].bias == 0).all()) and not bool(gone.masks["6.bias"].any())
+    assert gone.total == kept.total + 6 + 20 + 4
+
+
+def test_removing_nothing_changes_nothing():
+    model, batches = network(), data()
+    result = lobs.prune(model, batches, 0.0, progress=False)
+    assert result.certificate.measured == pytest.approx(0, abs=1e-5)
+    assert result.kept == result.total
+
+
+def test_what_is_sparser_already_stays_as_it_is_and_is_told_so():
+    model, batches = network(), data()
+    sparse = lobs.prune(model, batches, 0.9, progress=False).model
+    with pytest.warns(lobs.NumericalWarning, match="ask for fewer than they had"):
+        again = lobs.prune(sparse, batches, 0.5, compensate="layers", progress=False)
+    for name, mask in again.masks.items():
+        assert not bool(again.model.state_dict()[name][(sparse.state_dict()[name] == 0) | ~mask].any())
+    assert again.certificate.measured < 1e-6
+
+
+def test_a_layer_that_loses_weights_is_no_sparse_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 10))
+    with torch.no_grad():
+        model[0].weight *= torch.rand(64, 20) < 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lobs.NumericalWarning)
+        lobs.prune(model, [torch.randn(2000, 20)], Sparsity(0.5, scope="layer"), damping=1e-3, progress=False)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+def test_small_weights_that_come_back_are_not_taken_for_dust(kind):
+    z = torch.randn(4000, 8, 3, dtype=torch.float64) * 2e-5
+    z[..., 2] = z[..., 0] + z[..., 1] + 2e-6 * torch.randn(4000, 8, dtype=torch.float64)
+    weight = torch.full((4, 8, 3), 1e-3)
+    weight[..., 2] = 0
+    x = z.flatten(1)
+    problem = lobs.Problem(weight.flatten(1).to(kind), x.T @ x / 4000, samples=4000)
+    found = lobs.solve(problem, "auto", Sparsity(2 / 3))
+    assert found.error < 0.2 * found.energy and bool((found.weight != 0).sum() == 32)
+
+
+def test_a_generator_is_as_good_as_a_list():
+    model, batches = network(), data()
+    listed, read = (lobs.prune(model, b, 0.5, progress=False) for b in (batches, iter(batches)))
+    assert all(torch.equal(a, b) for a, b in zip(listed.masks.values(), read.masks.values(), strict=True))
+    assert read.certificate.measured == listed.certificate.measured
+
+
+def test_a_data_loader_works():
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8)), batch_size=16)
+    assert lobs.prune(network(), loader, 0.5, progress=False).settings["samples"] == 40
+
+
+def test_pruned_inputs_see_the_pruned_network():
+    model, batches = network(), data(256)
+    target = lobs.Sparsity(0.8, scope="layer")  # a shared budget would look at two different pruned networks
+    dense = lobs.prune(model, batches, target, compensate="layers", progress=False)
+    pruned = lobs.prune(model, batches, target, inputs="pruned", progress=False)
+    assert torch.equal(dense.model[0].weight, pruned.model[0].weight)
+    assert not torch.equal(dense.model[4].weight, pruned.model[4].weight)
+
+
+def test_more_weights_never_hurt_the_layer():
+    errors = [lobs.prune(network_of(7), DATA, f, progress=False).layers[1].error for f in (0.2, 0.5, 0.8, 0.95)]
+    assert errors == sorted(errors)
+
+
+def network_of(seed):
+    torch.manual_seed(seed)
+    return network()
+
+
+DATA = data()
+
+
+@pytest.mark.parametrize("wrong", [{"inputs": "sideways"}, {"solver": "best"}, {"layers": "nope"}, {"target": "a lot"}])
+def test_wrong_arguments_name_the_choices(wrong):
+    arguments = {"target": 0.5, "progress": False} | wrong
+    with pytest.raises(LobsError, match=r"use|There are"):
+        lobs.prune(network(), DATA, **arguments)
+
+
+def test_half_precision_weights_stay_half():
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)).to(torch.bfloat16)
+    result = lobs.prune(model, [torch.randn(50, 8, dtype=torch.bfloat16)], 0.5, progress=False)
+    assert result.model[0].weight.dtype == torch.bfloat16
+    assert int((result.model[0].weight == 0).sum()) >= 24
+
+
+def test_summary_says_what_was_done():
+    text = lobs.prune(network(), DATA, 0.5, progress=False).summary()
+    assert "kept 607 of 1,214 weights (50.00%)" in text and "output moved by at most" in text
+
+
+def test_deviation_is_root_mean_square_over_samples():
+    a, b = nn.Linear(3, 2), nn.Linear(3, 2)
+    x = torch.randn(10, 3)
+    with torch.no_grad():
+        expected = ((a(x) - b(x)).square().sum() / 10).sqrt()
+    assert deviation(a, b, [x[:3], x[3:]]) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_names_in_the_package_are_there():
+    for name in lobs.__all__:
+        assert getattr(lobs, name) is not None
+    assert lobs.calibration.collect.collect is lobs.collect
+    with pytest.raises(AttributeError):
+        _ = lobs.nothing
