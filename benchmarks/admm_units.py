@@ -2,9 +2,9 @@
 
 python -m benchmarks.admm_units [--layers DIR] [--sparsity 0.5 0.7 0.9 0.95]
 
-Layers as in `benchmarks.rivals`. Each cell is the error of `solver="admm"` alone over that of ADMM as published, with the same
-number of steps whatever the units; swaps are left out. "first ρ = 0.05" has our units and a first penalty that does not go by
-how independent columns are.
+Layers as in `benchmarks.rivals`. Each cell is the error of `solver="admm"` alone over that of ADMM
+as published, with the same number of steps whatever the units; swaps are left out. "first ρ = 0.05"
+has our units and a first penalty that does not go by how independent columns are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def halfway(independence: Tensor, share: float) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=Path)
     parser.add_argument("--sparsity", type=float, nargs="*", default=[0.5, 0.7, 0.9, 0.95])
     given = parser.parse_args()
@@ -46,11 +48,16 @@ def main() -> None:
             theirs = problem.error_of(admm(weight, moment, sparsity, protected=int(bias)))
             cells = []
             for way, (share, solver) in ways.items():
-                with mock.patch.object(room, "_equal", lambda independence, share=share: halfway(independence, share)):
+                with mock.patch.object(
+                    room, "_equal", lambda independence, share=share: halfway(independence, share)
+                ):
                     cells.append(solve(problem, solver, sparsity).error / theirs)
                 logs[way].append(math.log(cells[-1]))
             row = " | ".join(f"{cell:.3f}" for cell in cells)
-            print(f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {sparsity:.0%} | {row} |", flush=True)
+            print(
+                f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {sparsity:.0%} | {row} |",
+                flush=True,
+            )
     means = " | ".join(f"{math.exp(sum(found) / len(found)):.3f}" for found in logs.values())
     print(f"| geometric mean | | | {means} |")
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.calibration_cost [--images 10000]
 
-The bare products are YᵀY in full, float32, for each layer, on operands of the size that calibration sees, in pieces of the
-same number of rows: what any implementation must pay that does not use symmetry.
+The bare products are YᵀY in full, float32, for each layer, on operands of the size that calibration
+sees, in pieces of the same number of rows: what any implementation must pay that does not use
+symmetry.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import torch
 
 from benchmarks.timing import best_of
-from lobs import collect, zoo
+from lobs import collect_moments, zoo
 from lobs.zoo.datasets import mnist
 from lobs.calibration.forward import call, evaluating
 
@@ -32,7 +33,7 @@ def main() -> None:
             for batch in batches:
                 call(model, batch)
 
-    calibration = collect(model, batches)
+    calibration = collect_moments(model, batches)
     sizes = {name: (m.count, m.moment.shape[-1]) for name, m in calibration.items()}
     pieces = {name: torch.randn(PIECE, d) for name, (_, d) in sizes.items()}
 
@@ -43,11 +44,17 @@ def main() -> None:
                 y.T @ y
 
     plain, bare = best_of(3, forward), best_of(3, products)
-    cost = best_of(3, lambda: collect(model, batches))
-    print(f"LeNet-5, {images:,} images: forward {plain:.2f} s, bare products {bare:.2f} s, calibration {cost:.2f} s")
+    cost = best_of(3, lambda: collect_moments(model, batches))
+    print(
+        f"LeNet-5, {images:,} images: forward {plain:.2f} s, bare products {bare:.2f} s, "
+        f"calibration {cost:.2f} s"
+    )
     for name, (n, d) in sizes.items():
         print(f"  {name}: {n:,} vectors of {d} (bias included)")
-    print(f"  calibration is {cost / (plain + bare):.2f}× forward plus products (promised: at most 2.5×)")
+    print(
+        f"  calibration is {cost / (plain + bare):.2f}× forward plus products (promised: at most "
+        "2.5×)"
+    )
 
 
 if __name__ == "__main__":

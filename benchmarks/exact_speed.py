@@ -2,9 +2,10 @@
 
     python -m benchmarks.exact_speed [--rows 300] [--columns 784] [--full | --kernel-only]
 
-Baseline: greedy OBS as one would write it, downdating a full inverse per row in batches of 32 rows. It runs one batch and is
-scaled to all rows (batches are independent and equal); `--full` runs them all. The peak is a float32 matrix product with as
-many multiply-adds as the algorithm needs, rows·columns³/3.
+Baseline: greedy OBS as one would write it, downdating a full inverse per row in batches of 32 rows.
+It runs one batch and is scaled to all rows (batches are independent and equal); `--full` runs them
+all. The peak is a float32 matrix product with as many multiply-adds as the algorithm needs,
+rows·columns³/3.
 """
 
 from __future__ import annotations
@@ -49,11 +50,16 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=784)
     parser.add_argument("--full", action="store_true", help="run the baseline on all rows")
     parser.add_argument(
-        "--kernel-only", action="store_true", help="time the compiled kernel and the matrix product, nothing else"
+        "--kernel-only",
+        action="store_true",
+        help="time the compiled kernel and the matrix product, nothing else",
     )
     rows, d, full, kernel_only = vars(parser.parse_args()).values()
     torch.manual_seed(0)
-    x = torch.randn(4 * d, d, dtype=torch.float64) @ (torch.eye(d) + 0.5 * torch.randn(d, d) / d**0.5).double()
+    x = (
+        torch.randn(4 * d, d, dtype=torch.float64)
+        @ (torch.eye(d) + 0.5 * torch.randn(d, d) / d**0.5).double()
+    )
     psi = x.T @ x / len(x)
     scale = psi.diagonal().sqrt()
     inverse = torch.linalg.inv(psi / scale / scale.unsqueeze(1))
@@ -65,9 +71,15 @@ def main() -> None:
     peak = best_of(5, lambda: a @ b)
     compiled = best_of(3 if d > 1000 else 5, lambda: greedy(single, w, 0, backend="compiled"))
     gflop = 2 * rows * d**3 / 3 / 1e9
-    print(f"exact greedy OBS, {rows}×{d}, all {rows * d:,} deletions, float32, {torch.get_num_threads()} threads")
+    print(
+        f"exact greedy OBS, {rows}×{d}, all {rows * d:,} deletions, float32, "
+        f"{torch.get_num_threads()} threads"
+    )
     print(f"  compiled backend        {compiled:9.2f} s   {gflop / compiled:6.1f} GFLOPS")
-    print(f"  matrix product, same    {peak:9.2f} s   {gflop / peak:6.1f} GFLOPS, {compiled / peak:.2f}× faster")
+    print(
+        f"  matrix product, same    {peak:9.2f} s   {gflop / peak:6.1f} GFLOPS, "
+        f"{compiled / peak:.2f}× faster"
+    )
     if not kernel_only:
         compare(inverse, weight, compiled, full=full)
 
@@ -84,14 +96,23 @@ def compare(inverse: Tensor, weight: Tensor, compiled: float, *, full: bool) -> 
     order64, losses64 = greedy(inverse, weight, 0, backend="compiled")
     plain_order, plain_losses = baseline(single, few)
     print(f"  torch backend           {reference:9.2f} s   (one batch of {len(few)} rows, scaled)")
-    print(f"  straightforward torch   {slow:9.2f} s{'' if full else f'   (one batch of {len(few)} rows, scaled)'}")
+    print(
+        f"  straightforward torch   {slow:9.2f} "
+        f"s{'' if full else f'   (one batch of {len(few)} rows, scaled)'}"
+    )
     print(f"  compiled is {slow / compiled:.0f}× faster than straightforward torch")
     same = (order == order64).double().mean()
     total = float(losses.sum() / losses64.sum() - 1)
-    print(f"  float32 against float64: {float(same):.3%} the same deletion at the same step, total loss off by {total:.1e}")
+    print(
+        f"  float32 against float64: {float(same):.3%} the same deletion at the same step, total "
+        f"loss off by {total:.1e}"
+    )
     agree = (order[: len(few)] == plain_order).double().mean()
     drift = float(losses[: len(few)].sum() / plain_losses.sum() - 1)
-    print(f"  against the baseline: {float(agree):.3%} the same deletion at the same step, total loss off by {drift:.1e}")
+    print(
+        f"  against the baseline: {float(agree):.3%} the same deletion at the same step, total "
+        f"loss off by {drift:.1e}"
+    )
 
 
 if __name__ == "__main__":

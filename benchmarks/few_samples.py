@@ -2,8 +2,9 @@
 
     python -m benchmarks.few_samples [--images 100,300,1000,3000] [--kept 0.1] [--network]
 
-Relative errors on the other images: with no more damping than makes Ψ invertible, with what `lobs.solvers.metric.few_samples` adds, and
-with the best of seven steps, chosen by looking at the other images. `--network` prunes whole networks too, and tests them.
+Relative errors on the other images: with no more damping than makes Ψ invertible, with what
+`lobs.solvers.metric.few_samples` adds, and with the best of seven steps, chosen by looking at the
+other images. `--network` prunes whole networks too, and tests them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import lobs
-from lobs import Problem, collect, solve, zoo
+from lobs import Problem, collect_moments, solve, zoo
 from lobs.solvers import metric
 from lobs.calibration.layer_problem import layer_problem
 from lobs.zoo.datasets import mnist
@@ -50,13 +51,13 @@ def layers(counts: list[int], removed: float) -> None:
         (layer,) = find_layers(model, [name])
         dense = layer.matrix()
         others = train.batches(1000)[-OTHERS // 1000 :]
-        judge = layer_problem(layer, dense, collect(model, others, [layer])[name])
+        judge = layer_problem(layer, dense, collect_moments(model, others, [layer])[name])
 
         def error(problem: Problem, judge: Problem = judge) -> float:
             return judge.error_of(solve(problem, "auto", removed).weight) / judge.energy
 
         for images in counts:
-            moments = collect(model, train.batches(images, images), [layer])[name]
+            moments = collect_moments(model, train.batches(images, images), [layer])[name]
             problem = layer_problem(layer, dense, moments)
             size = float(problem.moment.diagonal(dim1=-2, dim2=-1).mean())
             least, by_rule = error(replace(problem, samples=None)), error(problem)
@@ -64,21 +65,35 @@ def layers(counts: list[int], removed: float) -> None:
             share = metric.few_samples(problem.weight.shape[-1], moments.count)
             ratios.append((by_rule / least, by_rule / best))
             line = f"{network_name + ' ' + name:14} {layer.columns:7} {images:6} {moments.count:7}"
-            print(f"{line} {least:8.4f} {by_rule:8.4f} {share:6.3f} {best:8.4f} {step:6.0e}", flush=True)
-    to_least, to_best = (math.exp(sum(map(math.log, some)) / len(some)) for some in zip(*ratios, strict=True))
-    print(f"by rule, geometric means: {to_least:.2f} of the least, at worst {max(ratios)[0]:.2f}; {to_best:.2f} of the best's")
+            print(
+                f"{line} {least:8.4f} {by_rule:8.4f} {share:6.3f} {best:8.4f} {step:6.0e}",
+                flush=True,
+            )
+    to_least, to_best = (
+        math.exp(sum(map(math.log, some)) / len(some)) for some in zip(*ratios, strict=True)
+    )
+    print(
+        f"by rule, geometric means: {to_least:.2f} of the least, at worst {max(ratios)[0]:.2f}; "
+        f"{to_best:.2f} of the best's"
+    )
 
 
 def network(name: str, counts: list[int], removed: float) -> None:
     model, train = zoo.trained(name), mnist.load("train")
     test = mnist.load("test").batches(1000)
-    print(f"\n{name}: test error {error_rate(model, test):.2f} dense, with {1 - removed:.0%} kept by the defaults")
+    print(
+        f"\n{name}: test error {error_rate(model, test):.2f} dense, with {1 - removed:.0%} kept by "
+        "the defaults"
+    )
     for images in counts:
         batches = train.batches(images, images)
         by_rule = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
         with patch("lobs.solvers.metric.few_samples", lambda *_: 0.0):
             least = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
-        print(f"  {images:5} images: {least:.2f} with the least damping, {by_rule:.2f} by rule", flush=True)
+        print(
+            f"  {images:5} images: {least:.2f} with the least damping, {by_rule:.2f} by rule",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

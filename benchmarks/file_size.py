@@ -25,12 +25,17 @@ KEPT = {
 
 
 def same_bits(one, other):
-    return all(torch.equal(t.reshape(-1).view(torch.uint8), other[n].reshape(-1).view(torch.uint8)) for n, t in one.items())
+    return all(
+        torch.equal(t.reshape(-1).view(torch.uint8), other[n].reshape(-1).view(torch.uint8))
+        for n, t in one.items()
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=5000, help="calibration images; sizes do not depend on them")
+    parser.add_argument(
+        "--samples", type=int, default=5000, help="calibration images; sizes do not depend on them"
+    )
     given = parser.parse_args()
     warnings.simplefilter("ignore", NumericalWarning)
     train, test = mnist.load("train").batches(limit=given.samples), mnist.load("test").batches()
@@ -40,14 +45,18 @@ def main() -> None:
         state = result.model.state_dict()
         sizes = dense_sizes(state)
         print(f"\n{zoo.entry(name).title}, {result.kept_fraction:.1%} of the weights kept\n")
-        print("| file | bytes | of the dense file | weights | test error (%) |\n|---|---|---|---|---|")
+        print(
+            "| file | bytes | of the dense file | weights | test error (%) |\n|---|---|---|---|---|"
+        )
         error = error_rate(result.model, test)
         for what, size in sizes.items():
             label = what if what == "dense" else f"{what} of it"
             print(f"| {label} | {size:,} | {size / sizes['dense']:.1%} | bit-equal | {error:.2f} |")
         for values in ("same", "float16", "int8"):
             with tempfile.TemporaryDirectory() as folder:
-                done = lobs.save_compact(Path(folder) / "x", result.model, result.masks, result.record(), values=values)
+                done = lobs.save_compact(
+                    Path(folder) / "x", result.model, result.masks, result.record(), values=values
+                )
                 loaded = lobs.load(done.path)
             assert same_bits(loaded.masks, result.masks)
             equal = (
@@ -59,12 +68,23 @@ def main() -> None:
             model.load_state_dict(loaded.state_dict)
             share = done.file_bytes / sizes["dense"]
             label = "compact" if values == "same" else f"compact, {values}"
-            print(f"| {label} | {done.file_bytes:,} | {share:.1%} | {equal} | {error_rate(model, test):.2f} |")
-        print("\n| tensor | kept | code | positions B | values B | dense B |\n|---|---|---|---|---|---|")
+            print(
+                f"| {label} | {done.file_bytes:,} | {share:.1%} | {equal} | "
+                f"{error_rate(model, test):.2f} |"
+            )
+        print(
+            "\n| tensor | kept | code | positions B | values B | dense B "
+            "|\n|---|---|---|---|---|---|"
+        )
         with tempfile.TemporaryDirectory() as folder:
-            done = lobs.save_compact(Path(folder) / "x", result.model, result.masks, result.record())
+            done = lobs.save_compact(
+                Path(folder) / "x", result.model, result.masks, result.record()
+            )
         for t in done.tensors:
-            print(f"| {t.name} | {t.kept:,} | {t.code} | {t.position_bytes:,} | {t.value_bytes:,} | {t.dense_bytes:,} |")
+            print(
+                f"| {t.name} | {t.kept:,} | {t.code} | {t.position_bytes:,} | {t.value_bytes:,} | "
+                f"{t.dense_bytes:,} |"
+            )
         print(f"| header and record | | | | {done.header_bytes:,} | |")
 
 

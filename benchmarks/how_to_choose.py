@@ -25,7 +25,9 @@ CHOICES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--picture")
     given = parser.parse_args()
@@ -33,7 +35,10 @@ def main() -> None:
     train, test = mnist.load("train").batches(500, given.samples), mnist.load("test").batches()
     model = zoo.trained("lenet300")
     dense = error_rate(model, test)
-    print(f"LeNet-300-100, dense {dense:.2f} %, {given.samples:,} images; test error (%) by share kept\n")
+    print(
+        f"LeNet-300-100, dense {dense:.2f} %, {given.samples:,} images; test error (%) by share "
+        "kept\n"
+    )
     print("| choice |", " | ".join(f"{kept:g} %" for kept in KEPT), "|\n|---|" + "---|" * len(KEPT))
     curves: dict[str, list[float]] = {}
     for name, (solver, scope, inputs, compensate) in CHOICES.items():
@@ -53,7 +58,11 @@ def draw(curves: dict[str, list[float]], dense: float, path: str) -> None:
         axes.plot(KEPT, values, "o-", label=name)
     axes.axhline(dense, color="grey", linestyle=":", label=f"dense, {dense:.2f} %")
     axes.set(
-        xscale="log", yscale="log", xlabel="weights kept (%)", ylabel="test error (%)", title="LeNet-300-100, no retraining"
+        xscale="log",
+        yscale="log",
+        xlabel="weights kept (%)",
+        ylabel="test error (%)",
+        title="LeNet-300-100, no retraining",
     )
     axes.set_xticks(KEPT, [f"{kept:g}" for kept in KEPT])
     axes.set_yticks([1.5, 2, 3, 5, 10, 20, 50, 90], ["1.5", "2", "3", "5", "10", "20", "50", "90"])

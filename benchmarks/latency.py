@@ -19,10 +19,22 @@ from lobs.deploy.accelerate import take_turns
 LAYERS = {  # name: (layer, input of one image, kept)
     "AlexNet fc6, 9 % kept": (lambda: nn.Linear(9216, 4096), (9216,), 0.09),
     "ResNet-50 layer1 3×3, 10 % kept": (lambda: nn.Conv2d(64, 64, 3, padding=1), (64, 56, 56), 0.1),
-    "ResNet-50 layer3 3×3, 10 % kept": (lambda: nn.Conv2d(256, 256, 3, padding=1), (256, 14, 14), 0.1),
+    "ResNet-50 layer3 3×3, 10 % kept": (
+        lambda: nn.Conv2d(256, 256, 3, padding=1),
+        (256, 14, 14),
+        0.1,
+    ),
     "ResNet-50 layer3 1×1, 10 % kept": (lambda: nn.Conv2d(1024, 256, 1), (1024, 14, 14), 0.1),
-    "ResNet-50 layer4 3×3, 10 % kept": (lambda: nn.Conv2d(512, 512, 3, padding=1), (512, 7, 7), 0.1),
-    "ResNet-50 layer3 3×3, 30 % kept": (lambda: nn.Conv2d(256, 256, 3, padding=1), (256, 14, 14), 0.3),
+    "ResNet-50 layer4 3×3, 10 % kept": (
+        lambda: nn.Conv2d(512, 512, 3, padding=1),
+        (512, 7, 7),
+        0.1,
+    ),
+    "ResNet-50 layer3 3×3, 30 % kept": (
+        lambda: nn.Conv2d(256, 256, 3, padding=1),
+        (256, 14, 14),
+        0.3,
+    ),
 }
 
 
@@ -30,7 +42,9 @@ def show(title, model, x, seconds):
     """One row. Long calls are interrupted on a busy machine and short ones are not, so the best runs are compared too."""
     done = lobs.accelerate(model, x, seconds=seconds, progress=False)
     with torch.no_grad():
-        samples = take_turns({"dense": lambda: model(x), "fast": lambda: done.model(x)}, 2 * seconds, 81)
+        samples = take_turns(
+            {"dense": lambda: model(x), "fast": lambda: done.model(x)}, 2 * seconds, 81
+        )
     dense, fast = (float(samples[name].min()) * 1e6 for name in ("dense", "fast"))
     chosen = "dense" if done.note else done.layers[-1].chosen
     best = f"{dense:,.0f} | {fast:,.0f} | {dense / fast if not done.note else 1:.2f}"
@@ -55,14 +69,19 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     print(f"{torch.get_num_threads()} threads\n")
-    print("| network or layer | batch | dense µs, best | accelerated µs, best | ratio | ratio of medians, 95 % | chosen |")
+    print(
+        "| network or layer | batch | dense µs, best | accelerated µs, best | ratio | ratio of "
+        "medians, 95 % | chosen |"
+    )
     print("|---|---|---|---|---|---|---|")
     details = []
     for name in ("lenet300", "lenet5"):
         if name in given.only:
             images = mnist.load("test").images
             train = mnist.load("train").batches(limit=5000)
-            pruned = lobs.prune(zoo.trained(name), train, Sparsity(0.97, scope="network"), progress=False).model
+            pruned = lobs.prune(
+                zoo.trained(name), train, Sparsity(0.97, scope="network"), progress=False
+            ).model
             title = f"{zoo.entry(name).title}, 3 % kept"
             details += [show(title, pruned, images[:batch], given.seconds) for batch in (1, 64)]
     if "linear" in given.only:

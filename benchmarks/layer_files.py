@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lobs import collect
+from lobs import collect_moments
 from lobs.cli.subject import open_subject
 from lobs.calibration.on_demand import passes
 from lobs.layers import find_layers
@@ -24,11 +24,17 @@ _TOGETHER = 4e9  # bytes of moments that are summed in one pass
 def read(file: Path) -> tuple[Tensor, Tensor, bool]:
     """A layer's weight and moment, and whether its last column is a bias: its moment with itself is then 1."""
     tensors = load_file(str(file))
-    return tensors["weight"], tensors["moment"], bool(abs(float(tensors["moment"][-1, -1]) - 1) < 1e-12)
+    return (
+        tensors["weight"],
+        tensors["moment"],
+        bool(abs(float(tensors["moment"][-1, -1]) - 1) < 1e-12),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("network")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", nargs="*")
@@ -37,9 +43,12 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     chosen = [layer for layer in find_layers(subject.model, given.layers) if layer.groups == 1]
     for group in passes(chosen, _TOGETHER):
-        seen = collect(subject.model, subject.batches, group)
+        seen = collect_moments(subject.model, subject.batches, group)
         for layer in group:
-            tensors = {"weight": layer.matrix()[0].contiguous(), "moment": seen[layer.name].moment[0].contiguous()}
+            tensors = {
+                "weight": layer.matrix()[0].contiguous(),
+                "moment": seen[layer.name].moment[0].contiguous(),
+            }
             save_file(tensors, given.folder / f"{layer.name}.safetensors")
             print(layer.name, tuple(tensors["weight"].shape))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.timing import best_of
-from lobs import Exact, Sparsity, collect
+from lobs import GreedyOBS, Sparsity, collect_moments
 from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
 from lobs.calibration.forward import call, evaluating
@@ -41,11 +41,22 @@ def main() -> None:
                 call(model, x)
 
         layers = find_layers(model)
-        calibration = collect(model, [x])
-        problems = [layer_problem(layer, layer.matrix(), calibration[layer.name]) for layer in layers]
-        plain, cost = best_of(3, forward), best_of(3, lambda model=model, x=x: collect(model, [x]))
-        solved = best_of(1, lambda problems=problems: [Exact().path(p).solve(Sparsity(0.5)) for p in problems])
-        print(f"{title}: forward {plain:.3f} s, calibration {cost:.2f} s, exact at 50 % {solved:.2f} s")
+        calibration = collect_moments(model, [x])
+        problems = [
+            layer_problem(layer, layer.matrix(), calibration[layer.name]) for layer in layers
+        ]
+        plain, cost = (
+            best_of(3, forward),
+            best_of(3, lambda model=model, x=x: collect_moments(model, [x])),
+        )
+        solved = best_of(
+            1,
+            lambda problems=problems: [GreedyOBS().path(p).solve(Sparsity(0.5)) for p in problems],
+        )
+        print(
+            f"{title}: forward {plain:.3f} s, calibration {cost:.2f} s, exact at 50 % {solved:.2f} "
+            "s"
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 python -m benchmarks.made_up [--rows 128] [--columns 512] [--sparsity 0.5 0.7 0.9]
 
-Weights are random; inputs are as `INPUTS` says. Errors and seconds are ratios, less than 1 is better; seconds are single runs.
+Weights are random; inputs are as `INPUTS` says. Errors and seconds are ratios, less than 1 is
+better; seconds are single runs.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ INPUTS: dict[str, Callable[[int], Tensor]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--columns", type=int, default=512)
     parser.add_argument("--sparsity", type=float, nargs="*", default=[0.5, 0.7, 0.9])
@@ -86,7 +89,9 @@ def main() -> None:
     solve(Problem(torch.randn(40, 80), torch.eye(80)), "auto", 0.5)  # compile first
     for name, inputs in INPUTS.items():
         x, weight = inputs(given.columns).double(), torch.randn(given.rows, given.columns)
-        columns = [_ratios(weight, (x.mT @ x / len(x)).float(), sparsity) for sparsity in given.sparsity]
+        columns = [
+            _ratios(weight, (x.mT @ x / len(x)).float(), sparsity) for sparsity in given.sparsity
+        ]
         cells = [" / ".join(found) for found in zip(*columns, strict=True)]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
@@ -97,8 +102,15 @@ def _ratios(weight: Tensor, moment: Tensor, sparsity: float) -> list[str]:
     exact, greedy = timed(lambda: solve(Problem(weight, moment), "exact", sparsity), 1)
     theirs, published = timed(lambda: admm(weight, moment, sparsity), 1)
     swept = best_column_sweep(weight, moment, sparsity)
-    errors = [ours.error / error for error in (exact.error, problem.error_of(theirs), problem.error_of(swept))]
-    return [*(f"{ratio:.3f}" for ratio in errors), f"{took / greedy:.1f}", f"{took / published:.1f}"]
+    errors = [
+        ours.error / error
+        for error in (exact.error, problem.error_of(theirs), problem.error_of(swept))
+    ]
+    return [
+        *(f"{ratio:.3f}" for ratio in errors),
+        f"{took / greedy:.1f}",
+        f"{took / published:.1f}",
+    ]
 
 
 if __name__ == "__main__":

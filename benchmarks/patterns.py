@@ -2,9 +2,10 @@
 
     python -m benchmarks.patterns [--patterns 2:4 4:8] [--layers DIR] [--only GLOB] [--images 10000]
 
-Layers are those of the shipped LeNet-300-100 and LeNet-5 on MNIST (bias left out, so that both methods see the same
-columns) and any {name}.safetensors in DIR with tensors `weight` [rows, d] and `moment` [d, d]. The sweep gets its best damping
-of five per layer; its seconds are those of one run.
+Layers are those of the shipped LeNet-300-100 and LeNet-5 on MNIST (bias left out, so that both
+methods see the same columns) and any {name}.safetensors in DIR with tensors `weight` [rows, d] and
+`moment` [d, d]. The sweep gets its best damping of five per layer; its seconds are those of one
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.baselines.column_sweep import best_column_sweep, column_sweep
 from benchmarks.layer_files import read
-from lobs import NByM, NumericalWarning, Problem, collect, solve, zoo
+from lobs import NByM, NumericalWarning, Problem, collect_moments, solve, zoo
 from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
 
@@ -35,8 +36,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     given = parser.parse_args()
     warnings.simplefilter("ignore", NumericalWarning)
-    solve(Problem(torch.randn(2, 8), torch.eye(8)), "exact", NByM(2, 4))  # compile, or load the compiled code
-    print("| layer | shape | pattern | sweep, relative E | ours / sweep | magnitude / sweep | sweep s | ours s | by |")
+    solve(
+        Problem(torch.randn(2, 8), torch.eye(8)), "exact", NByM(2, 4)
+    )  # compile, or load the compiled code
+    print(
+        "| layer | shape | pattern | sweep, relative E | ours / sweep | magnitude / sweep | sweep "
+        "s | ours s | by |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for pattern in given.patterns:
         n, m = map(int, pattern.split(":"))
@@ -46,16 +52,24 @@ def main() -> None:
                 ratios.append(compare(name, weight, moment, n, m))
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            print(f"| **{pattern}** | | | | geometric mean **{mean:.3f}**, worst **{max(ratios):.3f}** | | | | |", flush=True)
+            print(
+                f"| **{pattern}** | | | | geometric mean **{mean:.3f}**, worst "
+                f"**{max(ratios):.3f}** | | | | |",
+                flush=True,
+            )
 
 
 def layers(folder: Path | None, images: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     for network in ("lenet300", "lenet5"):
         model = zoo.trained(network)
-        moments = collect(model, mnist.load("train").batches(500, images))
+        moments = collect_moments(model, mnist.load("train").batches(500, images))
         for layer in find_layers(model):
             d = layer.columns
-            yield f"{network} {layer.name}", layer.matrix()[0, :, :d], moments[layer.name].moment[0, :d, :d]
+            yield (
+                f"{network} {layer.name}",
+                layer.matrix()[0, :, :d],
+                moments[layer.name].moment[0, :d, :d],
+            )
     for path in sorted(folder.glob("*.safetensors")) if folder else []:
         if not path.name.startswith("lenet"):
             weight, moment, _ = read(path)
@@ -74,7 +88,8 @@ def compare(name: str, weight: Tensor, moment: Tensor, n: int, m: int) -> float:
     crude = solve(problem, "magnitude", NByM(n, m)).error
     rows, d = weight.shape
     print(
-        f"| {name} | {rows}×{d} | {n}:{m} | {theirs / problem.energy:.5f} | {ours.error / theirs:.3f} | {crude / theirs:.1f} "
+        f"| {name} | {rows}×{d} | {n}:{m} | {theirs / problem.energy:.5f} | "
+        f"{ours.error / theirs:.3f} | {crude / theirs:.1f} "
         f"| {theirs_took:.2f} | {took:.2f} | {ours.status.removeprefix('ok ').strip('()')} |",
         flush=True,
     )

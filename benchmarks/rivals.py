@@ -1,13 +1,15 @@
 """Same Ψ, same weights, same count: `auto` against ADMM with conjugate gradients and the shared-column-order sweep.
 
-python -m benchmarks.rivals [--sparsity 0.5 0.7 0.9 0.95] [--layers DIR] [--start 0.1 0.03] [--repeat 3]
-python -m benchmarks.rivals --costs [--layers DIR]    what do the starts and a round of swaps take, beside the cost model?
+python -m benchmarks.rivals [--sparsity 0.5 0.7 0.9 0.95] [--layers DIR] [--start 0.1 0.03]
+[--repeat 3] python -m benchmarks.rivals --costs [--layers DIR]    what do the starts and a round of
+swaps take, beside the cost model?
 
-Layers: all of LeNet-300-100 and LeNet-5, and every DIR/*.safetensors with tensors `weight` (rows, d) and `moment` (d, d)
-(`python -m benchmarks.layer_files` writes them for ResNet-50). ADMM is run from each of the given first penalties (0.1 is the
-published one) and its better error counts; its time is that of the published one. The sweep is run with five dampings; its
-best error counts. Seconds are the least of `--repeat` runs of either; "ADMM" is its cheaper form for layers with fewer rows
-than columns, "explicit" the published one, which forms an inverse for every penalty.
+Layers: all of LeNet-300-100 and LeNet-5, and every DIR/*.safetensors with tensors `weight` (rows,
+d) and `moment` (d, d) (`python -m benchmarks.layer_files` writes them for ResNet-50). ADMM is run
+from each of the given first penalties (0.1 is the published one) and its better error counts; its
+time is that of the published one. The sweep is run with five dampings; its best error counts.
+Seconds are the least of `--repeat` runs of either; "ADMM" is its cheaper form for layers with fewer
+rows than columns, "explicit" the published one, which forms an inverse for every penalty.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from torch import Tensor
 from benchmarks.baselines.admm import admm
 from benchmarks.baselines.column_sweep import best_column_sweep
 from benchmarks.layer_files import read
-from lobs import ADMM, Auto, Exact, NumericalWarning, Problem, Solution, collect, solve, zoo
+from lobs import (
+    ADMM,
+    Auto,
+    GreedyOBS,
+    NumericalWarning,
+    Problem,
+    Solution,
+    collect_moments,
+    solve,
+    zoo,
+)
 from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
 from lobs.solvers.auto import PRODUCT, costs
@@ -37,9 +49,14 @@ def problems(folder: Path | None) -> Iterator[tuple[str, Tensor, Tensor, bool]]:
     batches = mnist.load("train").batches(500, 20_000)
     for name in ("lenet300", "lenet5"):
         model = zoo.trained(name)
-        calibration = collect(model, batches)
+        calibration = collect_moments(model, batches)
         for layer in find_layers(model):
-            yield f"{name} {layer.name}", layer.matrix()[0], calibration[layer.name].moment[0], layer.bias is not None
+            yield (
+                f"{name} {layer.name}",
+                layer.matrix()[0],
+                calibration[layer.name].moment[0],
+                layer.bias is not None,
+            )
     for file in sorted(folder.glob("*.safetensors")) if folder else []:
         yield file.stem, *read(file)
 
@@ -56,23 +73,40 @@ def timed(work: Callable[[], T], repeat: int) -> tuple[T, float]:
     return found, min(seconds)
 
 
-def compare(name: str, weight: Tensor, moment: Tensor, bias: bool, sparsity: float, given: argparse.Namespace) -> list[float]:
+def compare(
+    name: str,
+    weight: Tensor,
+    moment: Tensor,
+    bias: bool,
+    sparsity: float,
+    given: argparse.Namespace,
+) -> list[float]:
     """One line of the table; returns auto's error over ADMM's and over the sweep's."""
 
     def auto() -> Solution:
         return solve(Problem(weight, moment, bias_column=bias, name=name), "auto", sparsity)
 
     problem = Problem(weight, moment, bias_column=bias, name=name)
-    published, theirs = timed(lambda: admm(weight, moment, sparsity, protected=int(bias), start=given.start[0]), given.repeat)
-    _, as_published = timed(lambda: admm(weight, moment, sparsity, protected=int(bias), explicit=True), given.repeat)
-    others = [admm(weight, moment, sparsity, protected=int(bias), start=start) for start in given.start[1:]]
+    published, theirs = timed(
+        lambda: admm(weight, moment, sparsity, protected=int(bias), start=given.start[0]),
+        given.repeat,
+    )
+    _, as_published = timed(
+        lambda: admm(weight, moment, sparsity, protected=int(bias), explicit=True), given.repeat
+    )
+    others = [
+        admm(weight, moment, sparsity, protected=int(bias), start=start)
+        for start in given.start[1:]
+    ]
     errors = [problem.error_of(found) for found in (published, *others)]
     swept = problem.error_of(_sweep(weight, moment, sparsity, int(bias)))
     ours, took = timed(auto, given.repeat)
     ratios = [ours.error / errors[0], ours.error / swept]
     print(
-        f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {sparsity:.0%} | {ratios[0]:.3f} | {ours.error / min(errors):.3f} "
-        f"| {ratios[1]:.3f} | {took:.3f} | {theirs:.3f} | {took / theirs:.2f} | {took / as_published:.2f} |",
+        f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {sparsity:.0%} | {ratios[0]:.3f} | "
+        f"{ours.error / min(errors):.3f} "
+        f"| {ratios[1]:.3f} | {took:.3f} | {theirs:.3f} | {took / theirs:.2f} | "
+        f"{took / as_published:.2f} |",
         flush=True,
     )
     return ratios
@@ -91,7 +125,10 @@ def _sweep(weight: Tensor, moment: Tensor, sparsity: float, protected: int) -> T
 
 def check_costs(folder: Path | None) -> None:
     """Seconds of both starts, and of a round of swaps at 50 and 90 %, beside what the cost model says."""
-    print("| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | start by ε | by rule | round, s | predicted |")
+    print(
+        "| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | start by ε | by "
+        "rule | round, s | predicted |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, weight, moment, bias in problems(folder):
         problem = Problem(weight, moment, bias_column=bias, name=name)
@@ -99,15 +136,17 @@ def check_costs(folder: Path | None) -> None:
         greedy, directions = costs(problem)
         if greedy > 60:
             continue
-        _, exact = timed(lambda p=problem: Exact().path(p), 1)  # type: ignore[misc]
+        _, exact = timed(lambda p=problem: GreedyOBS().path(p), 1)  # type: ignore[misc]
         _, admms = timed(lambda p=problem: ADMM().support(p, p.prunable // 2), 2)  # type: ignore[misc]
         rounds = [_round(problem, sparsity) for sparsity in (0.5, 0.9)]
         auto = Auto()
         right = "exact" if exact <= auto.patience * admms else "ADMM"
         print(
-            f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {exact:.3f} | {greedy:.3f} | {admms:.3f} | {directions:.3f} "
+            f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {exact:.3f} | {greedy:.3f} | "
+            f"{admms:.3f} | {directions:.3f} "
             f"| {type(auto.start(problem)).__name__} | {right} "
-            f"| {' / '.join(f'{took:.3f}' for took, _ in rounds)} | {' / '.join(f'{guess:.3f}' for _, guess in rounds)} |",
+            f"| {' / '.join(f'{took:.3f}' for took, _ in rounds)} | "
+            f"{' / '.join(f'{guess:.3f}' for _, guess in rounds)} |",
             flush=True,
         )
 
@@ -117,12 +156,16 @@ def _round(problem: Problem, sparsity: float) -> tuple[float, float]:
     first = ADMM().support(problem, round(sparsity * problem.prunable))
     _, seconds = timed(lambda: swap(problem, *first, rounds=1), 2)
     rows = len(problem.weight)
-    work = rows * round_work(int(first[0].sum()) / rows, problem.weight.shape[1] - problem.protected)
+    work = rows * round_work(
+        int(first[0].sum()) / rows, problem.weight.shape[1] - problem.protected
+    )
     return seconds, PRODUCT * work / 1e9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sparsity", type=float, nargs="*", default=[0.5, 0.7, 0.9, 0.95])
     parser.add_argument("--start", type=float, nargs="*", default=[0.1, 0.03])
     parser.add_argument("--layers", type=Path)
@@ -136,17 +179,27 @@ def main() -> None:
     if given.costs:
         check_costs(given.layers)
         return
-    print("| layer | rows×columns | sparsity | auto : ADMM published | : best | : sweep | seconds | ADMM | : | : explicit |")
+    print(
+        "| layer | rows×columns | sparsity | auto : ADMM published | : best | : sweep | seconds | "
+        "ADMM | : | : explicit |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     ratios: dict[str, list[list[float]]] = {"up to": [], "over": []}
     for name, weight, moment, bias in problems(given.layers):
         if given.only in name:
             kind_ = "over" if weight.shape[1] > 1025 else "up to"
-            ratios[kind_] += [compare(name, weight, moment, bias, sparsity, given) for sparsity in given.sparsity]
+            ratios[kind_] += [
+                compare(name, weight, moment, bias, sparsity, given) for sparsity in given.sparsity
+            ]
     for kind_, values in ratios.items():
-        for what, found in zip(("ADMM published", "sweep"), zip(*values, strict=True), strict=False):
+        for what, found in zip(
+            ("ADMM published", "sweep"), zip(*values, strict=True), strict=False
+        ):
             mean = math.exp(sum(math.log(max(v, 1e-9)) for v in found) / len(found))
-            print(f"\n{kind_} 1,024 columns, auto : {what}: geometric mean {mean:.3f}, largest {max(found):.3f}")
+            print(
+                f"\n{kind_} 1,024 columns, auto : {what}: geometric mean {mean:.3f}, largest "
+                f"{max(found):.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How work goes faster with processes: `python -m benchmarks.scale [--processes 1 2 4] [--tries 3] [--prune SOLVER]`.
 
-One thread each, the same batches in all, shared out; the clock starts when all are ready, and stops when all have everybody's
-moments; with `--prune`, when all have the pruned network. Each number is the best of some tries; ratios are within this run.
+One thread each, the same batches in all, shared out; the clock starts when all are ready, and stops
+when all have everybody's moments; with `--prune`, when all have the pruned network. Each number is
+the best of some tries; ratios are within this run.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from functools import partial
 import torch
 from torch import distributed, multiprocessing, nn
 
-from lobs import collect, prune
-from lobs._system.distributed import ALONE, Crew, share, working
+from lobs import collect_moments, prune
+from lobs._system.distributed import SINGLE_PROCESS, ProcessGroup, share, working
 
 
 def network(width):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 100))
+    return nn.Sequential(
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 100),
+    )
 
 
 def batches(width, count, size):
@@ -31,7 +38,7 @@ def batches(width, count, size):
 
 
 def moments(model, data):
-    return {name: m.moment.double().numpy() for name, m in collect(model, data).items()}
+    return {name: m.moment.double().numpy() for name, m in collect_moments(model, data).items()}
 
 
 def masks(model, data, solver, together):
@@ -41,11 +48,13 @@ def masks(model, data, solver, together):
 
 def timed(rank, size, port, width, count, rows, tries, solver, results):
     torch.set_num_threads(1)
-    crew = ALONE
+    crew = SINGLE_PROCESS
     if size > 1:
         store = distributed.TCPStore("127.0.0.1", port, size, rank == 0)
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=900))
-        crew = Crew(rank, size)
+        distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=900)
+        )
+        crew = ProcessGroup(rank, size)
     work = moments if solver is None else partial(masks, solver=solver, together=size > 1)
     work(network(64), [torch.randn(80, 64)])  # everything is loaded
     model, data, took = network(width), share(batches(width, count, rows), crew), float("inf")
@@ -68,7 +77,9 @@ def measured(size, *form):
         port = s.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    workers = [context.Process(target=timed, args=(r, size, port, *form, results)) for r in range(size)]
+    workers = [
+        context.Process(target=timed, args=(r, size, port, *form, results)) for r in range(size)
+    ]
     for worker in workers:
         worker.start()
     found = results.get()
@@ -84,16 +95,24 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=16)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--tries", type=int, default=3)
-    parser.add_argument("--prune", metavar="SOLVER", help="time pruning by this solver, not calibration alone")
+    parser.add_argument(
+        "--prune", metavar="SOLVER", help="time pruning by this solver, not calibration alone"
+    )
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     first = None
     for size in given.processes:
-        took, found = measured(size, given.width, given.batches, given.rows, given.tries, given.prune)
+        took, found = measured(
+            size, given.width, given.batches, given.rows, given.tries, given.prune
+        )
         first = first or (took, found)
         apart = max(float(abs(x - first[1][n]).max() / abs(x).max()) for n, x in found.items())
         what = "masks" if given.prune else "moments"
-        print(f"{size} processes: {took:.2f} s, {first[0] / took:.2f} times the first; {what} apart by {apart:.1e}", flush=True)
+        print(
+            f"{size} processes: {took:.2f} s, {first[0] / took:.2f} times the first; {what} apart "
+            f"by {apart:.1e}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """How far must alternating directions go before swaps take over? Error and seconds after a round of them, by penalties.
 
-python -m benchmarks.sketch [--layers DIR] [--sparsity 0.5 0.7] [--penalties 7 6 5 4] [--widest 1200]
+python -m benchmarks.sketch [--layers DIR] [--sparsity 0.5 0.7] [--penalties 7 6 5 4] [--widest
+1200]
 
-Layers as in `benchmarks.rivals`, of 20,000 weights or more. Each cell is the error, and the seconds, over those of the first
-number of penalties; start, one round of swaps and least squares in all of them.
+Layers as in `benchmarks.rivals`, of 20,000 weights or more. Each cell is the error, and the
+seconds, over those of the first number of penalties; start, one round of swaps and least squares in
+all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from lobs import ADMM, NumericalWarning, Problem
 from lobs.solvers.local_search import swap
 from lobs.solvers.least_squares import on_support
 
-_SMALLEST = 20_000  # weights; smaller ones are searched from two starts, for as long as anything is found
+_SMALLEST = (
+    20_000  # weights; smaller ones are searched from two starts, for as long as anything is found
+)
 
 
 def solved(problem: Problem, penalties: int, count: int) -> tuple[float, float]:
@@ -31,7 +35,9 @@ def solved(problem: Problem, penalties: int, count: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=Path)
     parser.add_argument("--sparsity", type=float, nargs="*", default=[0.5, 0.7])
     parser.add_argument("--penalties", type=int, nargs="*", default=[7, 6, 5, 4])
@@ -47,19 +53,27 @@ def main() -> None:
         problem = Problem(weight, moment, bias_column=bias, name=name)
         solved(problem, 1, problem.prunable // 2)  # compiles, and makes what all share
         for sparsity in given.sparsity:
-            all_ = [solved(problem, penalties, round(sparsity * problem.prunable)) for penalties in given.penalties]
+            all_ = [
+                solved(problem, penalties, round(sparsity * problem.prunable))
+                for penalties in given.penalties
+            ]
             ratios = [(error / all_[0][0], seconds / all_[0][1]) for error, seconds in all_]
             for penalties, ratio in zip(given.penalties, ratios, strict=True):
                 found.setdefault((sparsity, penalties), []).append(ratio)
             cells = " | ".join(f"{error:.4f} in {seconds:.2f}" for error, seconds in ratios)
-            print(f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {sparsity:.0%} | {cells} |", flush=True)
+            print(
+                f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {sparsity:.0%} | {cells} |",
+                flush=True,
+            )
     for sparsity in given.sparsity:
         cells = [_mean(found[sparsity, penalties]) for penalties in given.penalties]
         print(f"| geometric mean (worst error) | | {sparsity:.0%} | {' | '.join(cells)} |")
 
 
 def _mean(ratios: list[tuple[float, float]]) -> str:
-    errors, seconds = (math.exp(sum(map(math.log, kind)) / len(kind)) for kind in zip(*ratios, strict=True))
+    errors, seconds = (
+        math.exp(sum(map(math.log, kind)) / len(kind)) for kind in zip(*ratios, strict=True)
+    )
     return f"{errors:.4f} ({max(error for error, _ in ratios):.4f}) in {seconds:.2f}"
 
 

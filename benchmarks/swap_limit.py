@@ -2,9 +2,10 @@
 
 python -m benchmarks.swap_limit LAYER.safetensors … [--sparsity 0.5 0.9] [--kicks 100] [--rows 64]
 
-A kick exchanges two to seven weights of a row at random; then the best swap over *all* columns is taken until none helps. The
-table gives the error over ADMM's after `auto` and after so many kicks: where they hardly differ, what `auto` found is near
-all that exchanging weights can find, however long it takes.
+A kick exchanges two to seven weights of a row at random; then the best swap over *all* columns is
+taken until none helps. The table gives the error over ADMM's after `auto` and after so many kicks:
+where they hardly differ, what `auto` found is near all that exchanging weights can find, however
+long it takes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from benchmarks.baselines.admm import admm
 from benchmarks.layer_files import read
 from lobs import NumericalWarning, Problem, solve
-from lobs.solvers.kernels.compiled_swaps import settle, start
+from lobs.solvers.kernels.compiled_swaps import finish, start
 
 
 class Rows:
@@ -32,11 +33,11 @@ class Rows:
         self.energy = (self.linear * scaled).sum(dim=1)
         self.rows = torch.arange(len(rows))
 
-    def settled(self, inside: Tensor) -> tuple[Tensor, Tensor]:
+    def finished(self, inside: Tensor) -> tuple[Tensor, Tensor]:
         """A support that no swap makes better, and its error, row by row."""
         t, b, inside = self.gram.repeat(len(self.rows), 1, 1), self.linear.clone(), inside.clone()
         start(t, b, inside, "limit")
-        settle(t, b, inside, self.rows, 1e-6, "limit")
+        finish(t, b, inside, self.rows, 1e-6, "limit")
         return inside, self.energy - (torch.where(inside, b, 0.0) * self.linear).sum(dim=1)
 
 
@@ -46,13 +47,17 @@ def kicked(inside: Tensor, free: int, swaps: int) -> Tensor:
         kept = trial[:, :free].double()
         # A row with nothing inside, or nothing outside, keeps what it has.
         able = (kept.sum(dim=1) > 0) & (kept.sum(dim=1) < free)
-        leaving, entering = (torch.multinomial(p + 1e-12, 1).squeeze(1)[able] for p in (kept, 1 - kept))
+        leaving, entering = (
+            torch.multinomial(p + 1e-12, 1).squeeze(1)[able] for p in (kept, 1 - kept)
+        )
         trial[rows[able], leaving], trial[rows[able], entering] = False, True
     return trial
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("layers", type=Path, nargs="+")
     parser.add_argument("--sparsity", type=float, nargs="*", default=[0.5, 0.9])
     parser.add_argument("--kicks", type=int, default=100)
@@ -60,7 +65,10 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore", NumericalWarning)
     torch.manual_seed(0)
-    print(f"| layer | rows×columns | sparsity | auto : ADMM, {given.rows} rows | after {given.kicks} kicks |")
+    print(
+        f"| layer | rows×columns | sparsity | auto : ADMM, {given.rows} rows | after {given.kicks} "
+        "kicks |"
+    )
     print("|---|---|---|---|---|")
     for file in given.layers:
         weight, moment, bias = read(file)
@@ -71,15 +79,18 @@ def main() -> None:
             rows = Rows(problem, picked)
             delta = (admm(weight, moment, sparsity, protected=int(bias)) - weight).double()[picked]
             theirs = float(((delta @ moment.double()) * delta).sum())
-            best, error = rows.settled(found.mask[picked])
+            best, error = rows.finished(found.mask[picked])
             first = float(error.sum())
             for turn in range(given.kicks):
-                trial, value = rows.settled(kicked(best, weight.shape[1] - problem.protected, 2 + turn % 6))
+                trial, value = rows.finished(
+                    kicked(best, weight.shape[1] - problem.protected, 2 + turn % 6)
+                )
                 better = value < error
                 best[better], error = trial[better], torch.minimum(error, value)
             shape = f"{weight.shape[0]}×{weight.shape[1]}"
             print(
-                f"| {file.stem} | {shape} | {sparsity:.0%} | {first / theirs:.4f} | {float(error.sum()) / theirs:.4f} |",
+                f"| {file.stem} | {shape} | {sparsity:.0%} | {first / theirs:.4f} | "
+                f"{float(error.sum()) / theirs:.4f} |",
                 flush=True,
             )
 

@@ -37,7 +37,9 @@ def error(model: nn.Module) -> float:
     """Per cent of the first 2,000 test images that are taken for another digit."""
     test = mnist.load("test")
     with torch.no_grad():
-        return 100 * float((model(test.images[:2000]).argmax(1) != test.labels[:2000]).float().mean())
+        return 100 * float(
+            (model(test.images[:2000]).argmax(1) != test.labels[:2000]).float().mean()
+        )
 
 
 def train(model: nn.Module, steps: int) -> None:
@@ -64,7 +66,9 @@ def main() -> None:
     print(result.summary())
 
     with tempfile.TemporaryDirectory() as folder:
-        file = lobs.save_compact(Path(folder) / "net.safetensors", result.model, result.masks, result.record())
+        file = lobs.save_compact(
+            Path(folder) / "net.safetensors", result.model, result.masks, result.record()
+        )
         print(f"dense weights {file.dense_bytes:,} bytes, compact file {file.file_bytes:,} bytes")
         again = Net()
         again.load_state_dict(lobs.load(file.path).state_dict)

@@ -19,12 +19,16 @@ def main() -> None:
     torch.manual_seed(0)
     train, test = mnist.load("train"), mnist.load("test").batches()
     model = zoo.trained("lenet300")
-    pruned = lobs.prune(model, train.batches(limit=2000), lobs.Sparsity(0.985, scope="network"), progress=False)
+    pruned = lobs.prune(
+        model, train.batches(limit=2000), lobs.Sparsity(0.985, scope="network"), progress=False
+    )
     net, before = pruned.model, error_rate(pruned.model, test)
 
     net.train()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3, weight_decay=1e-2)
-    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.98))
+    average = torch.optim.swa_utils.AveragedModel(
+        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.98)
+    )
     with lobs.hold(net, pruned.masks, optimizer):
         for step in range(600):
             part = slice(step * 100 % 60_000, step * 100 % 60_000 + 100)
@@ -36,7 +40,10 @@ def main() -> None:
             average.update_parameters(net)
 
     after = error_rate(average.module, test)
-    print(f"{pruned.kept_fraction:.1%} of the weights kept: test error {before:.2f} % as pruned, {after:.2f} % retrained")
+    print(
+        f"{pruned.kept_fraction:.1%} of the weights kept: test error {before:.2f} % as pruned, "
+        f"{after:.2f} % retrained"
+    )
     assert after < before
     for name, mask in pruned.masks.items():
         assert not average.module.get_parameter(name)[~mask].any(), f"{name} lost zeros"

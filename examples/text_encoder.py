@@ -1,7 +1,7 @@
 """A Hugging Face text encoder: prune its layers with keyword batches, fine-tune with the Trainer, keep the zeros.
 
-The weights are random, so that the example needs no network; replace `encoder()` by `from_pretrained` and the tokens by yours.
-Needs transformers: pip install 'lobs[trainers]'
+The weights are random, so that the example needs no network; replace `encoder()` by
+`from_pretrained` and the tokens by yours. Needs transformers: pip install 'lobs[trainers]'
 
 python examples/text_encoder.py
 """
@@ -41,8 +41,12 @@ def main() -> None:
     """Prune half of every encoder layer, compare, fine-tune, compare the zeros."""
     model = encoder()
     batches = [sentences(32) for _ in range(8)]
-    result = lobs.prune(model, batches, 0.5, layers="bert.encoder.*", solver="exact", progress=False)
-    magnitude = lobs.prune(model, batches, 0.5, layers="bert.encoder.*", solver="magnitude", progress=False)
+    result = lobs.prune(
+        model, batches, 0.5, layers="bert.encoder.*", solver="greedy", progress=False
+    )
+    magnitude = lobs.prune(
+        model, batches, 0.5, layers="bert.encoder.*", solver="magnitude", progress=False
+    )
     held_out = sentences(64)
 
     def moved(pruned: torch.nn.Module) -> float:
@@ -56,7 +60,9 @@ def main() -> None:
     assert exact < naive
 
     labelled = sentences(64)
-    data = [{**{k: v[i] for k, v in labelled.items()}, "labels": torch.tensor(i % 2)} for i in range(64)]
+    data = [
+        {**{k: v[i] for k, v in labelled.items()}, "labels": torch.tensor(i % 2)} for i in range(64)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder,
@@ -71,7 +77,10 @@ def main() -> None:
         callback = lobs.trainer_callback(result.masks)
         Trainer(result.model, settings, train_dataset=data, callbacks=[callback]).train()
     revived = lobs.apply_masks(result.model, result.masks)
-    print(f"after fine-tuning {sum(revived.values())} of {result.total - result.kept:,} zeros were lost")
+    print(
+        f"after fine-tuning {sum(revived.values())} of {result.total - result.kept:,} zeros were "
+        "lost"
+    )
     assert not any(revived.values())
 
 

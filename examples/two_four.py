@@ -19,7 +19,9 @@ def main() -> None:
     model = zoo.trained("lenet300")
     target = lobs.NByM({"fc1": 2, "fc2": 2}, 4)  # the small last layer stays dense
     result = lobs.prune(model, train.batches(limit=2000), target, progress=False)
-    plain = lobs.prune(model, train.batches(limit=2000), target, solver="magnitude", inputs="dense", progress=False)
+    plain = lobs.prune(
+        model, train.batches(limit=2000), target, solver="magnitude", inputs="dense", progress=False
+    )
 
     dense, ours, naive = (error_rate(net, test) for net in (model, result.model, plain.model))
     print(f"test error {dense:.2f} % dense, {ours:.2f} % at 2:4, {naive:.2f} % at 2:4 by magnitude")
@@ -29,7 +31,9 @@ def main() -> None:
     assert ours < dense + 0.3
 
     try:
-        _, converted = lobs.to_semi_structured(result.model.half() if torch.cuda.is_available() else result.model)
+        _, converted = lobs.to_semi_structured(
+            result.model.half() if torch.cuda.is_available() else result.model
+        )
         print(f"semi-structured now: {', '.join(converted)}")
     except lobs.LobsError as why:
         print(f"not converted here: {why}")

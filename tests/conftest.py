@@ -16,8 +16,13 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def make_moment(d: int, n: int | None = None, seed: int = 0, *, correlated: float = 0.5) -> torch.Tensor:
+def make_moment(
+    d: int, n: int | None = None, seed: int = 0, *, correlated: float = 0.5
+) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
-    mix = torch.eye(d, dtype=torch.float64) + correlated * torch.randn(d, d, generator=g, dtype=torch.float64) / d**0.5
+    mix = (
+        torch.eye(d, dtype=torch.float64)
+        + correlated * torch.randn(d, d, generator=g, dtype=torch.float64) / d**0.5
+    )
     x = torch.randn(n or 4 * d, d, generator=g, dtype=torch.float64) @ mix
     return x.T @ x / len(x)

@@ -38,7 +38,9 @@ def nothing_removed_changes_nothing(name: str, problem: Problem) -> None:
 def error_budget_is_kept(name: str, problem: Problem) -> None:
     for epsilon in (0.0, 0.03, 0.2, 0.5, 1.0):
         solution = solve(problem, name, ErrorBudget(epsilon, relative=True))
-        assert solution.relative_error <= epsilon + 1e-6  # nothing removed still means rounding once to float32
+        assert (
+            solution.relative_error <= epsilon + 1e-6
+        )  # nothing removed still means rounding once to float32
 
 
 def shape_and_type_are_kept(name: str, problem: Problem) -> None:

@@ -16,7 +16,9 @@ def best_on_support(w, psi, mask):
     out = torch.zeros_like(w, dtype=torch.float64)
     for r in range(len(w)):
         s = mask[r].nonzero().flatten()
-        out[r, s] = torch.linalg.lstsq(psi[s][:, s].double(), (w[r].double() @ psi.double())[s], driver="gelsd").solution
+        out[r, s] = torch.linalg.lstsq(
+            psi[s][:, s].double(), (w[r].double() @ psi.double())[s], driver="gelsd"
+        ).solution
     return out
 
 
@@ -66,7 +68,11 @@ def lobs(w, psi, count, protected=0):
     a = torch.linalg.inv(psi.double())
     v = w.double().clone()
     rows, d = w.shape
-    order = sorted((float(w[r, q].double() ** 2 / a[q, q]), r, q) for r in range(rows) for q in range(d - protected))
+    order = sorted(
+        (float(w[r, q].double() ** 2 / a[q, q]), r, q)
+        for r in range(rows)
+        for q in range(d - protected)
+    )
     mask = torch.ones(rows, d, dtype=torch.bool)
     for _, r, q in order[:count]:
         v[r] -= v[r, q] / a[q, q] * a[q]
@@ -131,7 +137,11 @@ def exhaustive_groups(w, psi, n, m):
 def greedy_blocks(w, psi, shape, count):
     """Layer-wide greedy over blocks that re-solves least squares for every candidate at every step."""
     rows, d = w.shape
-    tiles = [(slice(r, r + shape[0]), slice(c, c + shape[1])) for r in range(0, rows, shape[0]) for c in range(0, d, shape[1])]
+    tiles = [
+        (slice(r, r + shape[0]), slice(c, c + shape[1]))
+        for r in range(0, rows, shape[0])
+        for c in range(0, d, shape[1])
+    ]
     mask = torch.ones(rows, d, dtype=torch.bool)
     error = 0.0
     for _ in range(count):

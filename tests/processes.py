@@ -1,6 +1,7 @@
 """Crews of real processes, each of which runs the command line with the variables that torchrun sets.
 
-Everything is loaded once and every process is forked from there: sixty processes need not load torch sixty times.
+Everything is loaded once and every process is forked from there: sixty processes need not load
+torch sixty times.
 """
 
 from __future__ import annotations
@@ -86,17 +87,34 @@ class Commands:
         (folder / "mine.py").write_text(NETWORK)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
         words = [sys.executable, "-c", PROGRAM, str(folder)]
-        self.process = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ended(self, words, *, size=3, victim=None, after=0.0):
-        """Codes of a crew, and how many seconds it went on after one of it was killed."""
-        order = {"size": size, "port": free_port(), "words": words, "victim": victim, "after": after}
+        """Codes of a group, and how many seconds it went on after one of it was killed."""
+        order = {
+            "size": size,
+            "port": free_port(),
+            "words": words,
+            "victim": victim,
+            "after": after,
+        }
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
     def prune(self, *, out, resume=None, time_out=60, **how):
-        words = ["prune", "mine:network", "--keep", "30%", "--out", out, "--time-out", str(time_out)]
+        words = [
+            "prune",
+            "mine:network",
+            "--keep",
+            "30%",
+            "--out",
+            out,
+            "--time-out",
+            str(time_out),
+        ]
         return self.ended([*words, *([] if resume is None else ["--resume", resume])], **how)
 
     def errors(self, ranks):
@@ -111,6 +129,12 @@ class Commands:
 def content(path):
     """All that a saved result says but for times and memory."""
     saved = lobs.load(path)
-    rows = [{key: value for key, value in row.items() if key != "seconds"} for row in saved.record["layers"]]
-    weights, masks = ({name: t.numpy().tobytes() for name, t in some.items()} for some in (saved.state_dict, saved.masks))
+    rows = [
+        {key: value for key, value in row.items() if key != "seconds"}
+        for row in saved.record["layers"]
+    ]
+    weights, masks = (
+        {name: t.numpy().tobytes() for name, t in some.items()}
+        for some in (saved.state_dict, saved.masks)
+    )
     return weights, masks, rows, saved.record["certificate"]

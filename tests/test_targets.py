@@ -31,7 +31,9 @@ def test_exact_name_beats_glob_and_first_glob_wins():
 
 
 def test_a_key_that_matches_no_layer_is_a_typing_error():
-    with pytest.raises(TargetError, match=r"'fc9', which matches no prunable layer. There are: fc1, fc2"):
+    with pytest.raises(
+        TargetError, match=r"'fc9', which matches no prunable layer. There are: fc1, fc2"
+    ):
         check_names(Sparsity({"fc9": 0.5}), ["fc1", "fc2"])
 
 

@@ -1,9 +1,10 @@
 """ADMM with conjugate gradients, the family of ALPS (Meng et al., NeurIPS 2024), in its eigendecomposition form.
 
-Splits min ½ tr((V−W) Ψ (V−W)ᵀ) with a hard count into a least squares step, (Ψ + ρI)⁻¹ by one eigendecomposition for every ρ,
-and a projection onto the largest entries. ρ grows every third step, the faster the more the support still moves, until it
-stands still; then conjugate gradients on that support, preconditioned by the diagonal. Columns are equilibrated first, as the
-paper does. `start` and `growth` are the paper's; `benchmarks.rivals --tune` shows what others give.
+Splits min ½ tr((V−W) Ψ (V−W)ᵀ) with a hard count into a least squares step, (Ψ + ρI)⁻¹ by one
+eigendecomposition for every ρ, and a projection onto the largest entries. ρ grows every third step,
+the faster the more the support still moves, until it stands still; then conjugate gradients on that
+support, preconditioned by the diagonal. Columns are equilibrated first, as the paper does. `start`
+and `growth` are the paper's; `benchmarks.rivals --tune` shows what others give.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def admm(
 ) -> Tensor:
     """Prune one matrix (rows, d) to the given fraction of zeros outside the last `protected` columns.
 
-    `explicit` forms (Ψ + ρI)⁻¹ from the eigenvectors whenever ρ changes, as published: d³ each time, but one product of rows·d²
-    a step instead of two.
+    `explicit` forms (Ψ + ρI)⁻¹ from the eigenvectors whenever ρ changes, as published: d³ each
+    time, but one product of rows·d² a step instead of two.
     """
     d = weight.shape[1]
     scale = moment.diagonal().clamp_min(0).sqrt()

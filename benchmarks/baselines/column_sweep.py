@@ -1,8 +1,9 @@
 """The shared-column-order sweep (the SparseGPT family; Frantar and Alistarh 2023), our own implementation.
 
-Columns are visited once, left to right, the same order for every row, so that one Cholesky factor of Ψ⁻¹ serves all: row
-j of the upper factor U is what compensating column j looks like when only later columns may move. Weights are chosen by
-w_j²/U_jj², their true cost at that moment: unstructured in blocks of `block` columns, n:m in groups of m.
+Columns are visited once, left to right, the same order for every row, so that one Cholesky factor
+of Ψ⁻¹ serves all: row j of the upper factor U is what compensating column j looks like when only
+later columns may move. Weights are chosen by w_j²/U_jj², their true cost at that moment:
+unstructured in blocks of `block` columns, n:m in groups of m.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def column_sweep(
 ) -> Tensor:
     """Prune [rows, d] weights to a sparsity or to n kept of every m columns; `damping` is relative to Ψ's mean diagonal.
 
-    Counts are exact: ⌊sparsity · weights + ½⌋ go, block by block; a last group of r < m columns keeps ⌈n·r/m⌉.
+    Counts are exact: ⌊sparsity · weights + ½⌋ go, block by block; a last group of r < m columns
+    keeps ⌈n·r/m⌉.
     """
     if (sparsity is None) == (pattern is None):
         raise ValueError("give either sparsity or pattern")
@@ -36,23 +38,39 @@ def column_sweep(
     mask = torch.ones_like(w, dtype=torch.bool)
     for left in range(0, d, block):
         right = min(d, left + block)
-        w[:, right:] -= _sweep_block(w, factor, mask, left, right, sparsity, pattern) @ factor[left:right, right:]
+        w[:, right:] -= (
+            _sweep_block(w, factor, mask, left, right, sparsity, pattern)
+            @ factor[left:right, right:]
+        )
     return torch.where(mask, w, 0.0)
 
 
 def best_column_sweep(
-    weight: Tensor, moment: Tensor, sparsity: float | None = None, pattern: tuple[int, int] | None = None, *, block: int = 128
+    weight: Tensor,
+    moment: Tensor,
+    sparsity: float | None = None,
+    pattern: tuple[int, int] | None = None,
+    *,
+    block: int = 128,
 ) -> Tensor:
     """The sweep with the damping, of five, that gives this layer the least error: fairer than its usual fixed 0.01."""
     tried = []
     for damping in DAMPINGS:
         with suppress(torch.linalg.LinAlgError):  # too little damping for a singular Ψ
-            tried.append(column_sweep(weight, moment, sparsity, pattern, block=block, damping=damping))
+            tried.append(
+                column_sweep(weight, moment, sparsity, pattern, block=block, damping=damping)
+            )
     return min(tried, key=lambda v: _error(v - weight, moment))
 
 
 def _sweep_block(
-    w: Tensor, factor: Tensor, mask: Tensor, left: int, right: int, sparsity: float | None, pattern: tuple[int, int] | None
+    w: Tensor,
+    factor: Tensor,
+    mask: Tensor,
+    left: int,
+    right: int,
+    sparsity: float | None,
+    pattern: tuple[int, int] | None,
 ) -> Tensor:
     """Sweep columns left … right in place; return what each column still owes the later blocks."""
     owed = w.new_zeros(len(w), right - left)

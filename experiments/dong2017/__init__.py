@@ -6,7 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.dong2017 import cost, first_layer, readme, resnet, retraining_curves, sensitivity, table1, table2, tuning
+from experiments.dong2017 import (
+    cost,
+    first_layer,
+    readme,
+    resnet,
+    retraining_curves,
+    sensitivity,
+    table1,
+    table2,
+    tuning,
+)
 from experiments.dong2017.lab import HERE, Lab
 from lobs.errors import DataError, FileError, LobsError
 
@@ -25,7 +35,19 @@ _QUICK = {
     "tuning": ["tuning/rate-0.002"],
     "first-layer": ["first-layer/magnitude", "first-layer/lobs"],
     "table1": [
-        *(f"lenet300/{row}" for row in ("lwc", "obd", "dns", "lobs", "lobs-iterative", "exact", "default", "ours-staged-1.5")),
+        *(
+            f"lenet300/{row}"
+            for row in (
+                "lwc",
+                "obd",
+                "dns",
+                "lobs",
+                "lobs-iterative",
+                "exact",
+                "default",
+                "ours-staged-1.5",
+            )
+        ),
         *(f"lenet5/{row}" for row in ("lwc", "lobs", "exact", "default-light")),
         *(f"cifarnet/{row}" for row in ("lobs", "default")),
     ],
@@ -60,18 +82,23 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run what is chosen, skip what is done, and write the page anew after every experiment.
 
-    Where everything is asked for, an experiment whose data is missing is passed over with a line that says how to get it.
+    Where everything is asked for, an experiment whose data is missing is passed over with a line
+    that says how to get it.
     """
     unknown = [name for name in what or [] if name not in EXPERIMENTS]
     if unknown:
-        raise LobsError(f"there is no experiment '{unknown[0]}'. There are: {', '.join(EXPERIMENTS)}.")
+        raise LobsError(
+            f"there is no experiment '{unknown[0]}'. There are: {', '.join(EXPERIMENTS)}."
+        )
     lab = Lab(_home(out, quick), quick, again, seed, say)
     done: list[dict[str, Any]] = []
     matched = False
     for name in what or EXPERIMENTS:
         module = EXPERIMENTS[name]
         offered = _QUICK.get(name, module.names()) if quick and rows is None else module.names()
-        for group in _groups([row for row in offered if rows is None or _asked_for(row, rows, offered)]):
+        for group in _groups(
+            [row for row in offered if rows is None or _asked_for(row, rows, offered)]
+        ):
             matched = True
             try:
                 done += module.run(lab, group)
@@ -81,7 +108,10 @@ def run(
                 say(f"passed over {group[0]} and {len(group) - 1} more: {error}")
         readme.write(lab)
     if not matched:
-        raise LobsError(f"--rows {','.join(rows or [])} matches nothing. `lobs reproduce --list` says what there is.")
+        raise LobsError(
+            f"--rows {','.join(rows or [])} matches nothing. `lobs reproduce --list` says what "
+            "there is."
+        )
     return done
 
 

@@ -1,8 +1,9 @@
 """AlexNet and VGG-16 at real size: time and peak memory of calibration and solve, against the paper's 2.9 and 10.2 hours on 48 CPUs.
 
-Cost does not depend on the weights, so seeded random ones serve where no checkpoint lies in the data folder; errors are then not
-reported. Every layer keeps the same fraction, otherwise the defaults. VGG-16's first fully-connected layer has 25,088 inputs: Ψ alone is 5 GB
-in double precision, so it is kept once, in single (`lobs.calibration.wide`).
+Cost does not depend on the weights, so seeded random ones serve where no checkpoint lies in the
+data folder; errors are then not reported. Every layer keeps the same fraction, otherwise the
+defaults. VGG-16's first fully-connected layer has 25,088 inputs: Ψ alone is 5 GB in double
+precision, so it is kept once, in single (`lobs.calibration.wide`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows."""
     done = []
     for name in rows:
-        command = f"lobs --data FOLDER reproduce cost --rows {name}" + (" --quick" if lab.quick else "")
-        done.append(lab.result(name, lambda name=name: row(lab, name.removeprefix("cost/")), command))
+        command = f"lobs --data FOLDER reproduce cost --rows {name}" + (
+            " --quick" if lab.quick else ""
+        )
+        done.append(
+            lab.result(name, lambda name=name: row(lab, name.removeprefix("cost/")), command)
+        )
     return done
 
 
@@ -48,9 +53,15 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
     images = lab.few(IMAGES[name], 4)
     data = imagenet.load("train", batch_size=25).batches(25, limit=images)
     # In the quick version only the first convolution: the fully-connected layers take gigabytes.
-    only = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)][:1] if lab.quick else None
+    only = (
+        [n for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)][:1]
+        if lab.quick
+        else None
+    )
     began = time.perf_counter()
-    cut = lobs.prune(model, data, Sparsity(1 - KEPT[name], scope="layer"), layers=only, progress=False)
+    cut = lobs.prune(
+        model, data, Sparsity(1 - KEPT[name], scope="layer"), layers=only, progress=False
+    )
     return {
         "network": name,
         "weights": weights,

@@ -7,7 +7,8 @@ from typing import Any
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab
 
-# By network: what the paper reaches above its dense error, in how many iterations; DNS's iterations; rows by their title.
+# By network: what the paper reaches above its dense error, in how many iterations; DNS's
+# iterations; rows by their title.
 CLAIMS = {"lenet300": (0.20, 643, 34_000), "lenet5": (0.39, 841, 47_000)}
 ROWS = {
     "lenet300": {
@@ -47,14 +48,21 @@ def needed(found: dict[str, Any], wanted: float) -> int | None:
 
 def draw(lab: Lab, network: str) -> None:
     """One picture a network that has such rows."""
-    found = {t: r for t, row in ROWS.get(network, {}).items() if (r := lab.found(f"table1/{network}/{row}")) is not None}
+    found = {
+        t: r
+        for t, row in ROWS.get(network, {}).items()
+        if (r := lab.found(f"table1/{network}/{row}")) is not None
+    }
     curves = {title: tuple(zip(*history(row), strict=True)) for title, row in found.items()}
     # Rows that run for longer are told of in words; here they would hide what the others do.
     curves = {title: curve for title, curve in curves.items() if curve[0][-1] <= _LAST}
     if curves:
         extra, _, _ = CLAIMS[network]
         dense = next(iter(found.values()))["original"]
-        levels = {f"dense {dense:.2f}": dense, f"the paper's fall: dense + {extra:.2f}": dense + extra}
+        levels = {
+            f"dense {dense:.2f}": dense,
+            f"the paper's fall: dense + {extra:.2f}": dense + extra,
+        }
         title = f"{'LeNet-300-100 to 1.5' if network == 'lenet300' else 'LeNet-5 to 0.9'} % kept: error against iterations"
         pictures.lines(
             lab.picture(f"iterations-{network}"), curves, title=title, x="iterations", y="test error (%)", levels=levels, yscale="log",

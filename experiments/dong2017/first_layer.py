@@ -9,15 +9,21 @@ from torch import Tensor
 
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
-from lobs import Problem, collect
+from lobs import Problem, collect_moments
 from lobs.solvers import scores
 from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
 from lobs.solvers.masks import removal_order
-from lobs.solvers import Exact
+from lobs.solvers import GreedyOBS
 from lobs.pruning.sweep import SweepPoint, inflection
 
-METHODS = {"Random": "random", "LWC": "magnitude", "ApoZW": "apozw", "L-OBS": "lobs", "exact": "exact"}
+METHODS = {
+    "Random": "random",
+    "LWC": "magnitude",
+    "ApoZW": "apozw",
+    "L-OBS": "lobs",
+    "greedy": "exact",
+}
 
 
 def names() -> list[str]:
@@ -29,8 +35,12 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """Every chosen curve, then the picture of all that there are."""
     done = []
     for short in (s for s in METHODS.values() if f"first-layer/{s}" in rows):
-        command = f"lobs reproduce first-layer --rows first-layer/{short}" + (" --quick" if lab.quick else "")
-        done.append(lab.result(f"first-layer-{short}", lambda short=short: curve(lab, short), command))
+        command = f"lobs reproduce first-layer --rows first-layer/{short}" + (
+            " --quick" if lab.quick else ""
+        )
+        done.append(
+            lab.result(f"first-layer-{short}", lambda short=short: curve(lab, short), command)
+        )
     _draw(lab)
     return done
 
@@ -39,7 +49,7 @@ def fc1(lab: Lab) -> tuple[Subject, Problem]:
     """The first layer's problem, on all training images."""
     who = subject("lenet300")
     layer = find_layers(who.model, "fc1")[0]
-    moments = collect(who.model, who.calibration(lab), ["fc1"])["fc1"]
+    moments = collect_moments(who.model, who.calibration(lab), ["fc1"])["fc1"]
     return who, layer_problem(layer, layer.matrix(), moments)
 
 
@@ -48,16 +58,26 @@ def curve(lab: Lab, method: str) -> dict[str, Any]:
     who, problem = fc1(lab)
     every = lab.few(2000 if method == "exact" else 100, 12_000)
     counts = [*range(0, problem.prunable, every), problem.prunable]
-    states = _exact(problem, counts) if method == "exact" else _incremental(problem, method, counts, lab.seed)
-    found = [[count, 100 - _error(who, weight)] for count, weight in zip(counts, states, strict=True)]
+    states = (
+        _exact(problem, counts)
+        if method == "exact"
+        else _incremental(problem, method, counts, lab.seed)
+    )
+    found = [
+        [count, 100 - _error(who, weight)] for count, weight in zip(counts, states, strict=True)
+    ]
     points = [SweepPoint(c, 1 - c / problem.prunable, 0.0, 100 - accuracy) for c, accuracy in found]
     knee = inflection(points)
     return {
         "points": found,
         "prunable": problem.prunable,
         "every": every,
-        "inflection_percent": None if knee is None else round(100 * knee.asked / problem.prunable, 2),
-        "kept_accuracy_percent": round(max([100 * c / problem.prunable for c, a in found if a >= found[0][1] - 0.5]), 2),
+        "inflection_percent": None
+        if knee is None
+        else round(100 * knee.asked / problem.prunable, 2),
+        "kept_accuracy_percent": round(
+            max([100 * c / problem.prunable for c, a in found if a >= found[0][1] - 0.5]), 2
+        ),
     }
 
 
@@ -74,7 +94,7 @@ def _error(who: Subject, matrix: Tensor) -> float:
 
 
 def _exact(problem: Problem, counts: list[int]) -> Any:
-    path = Exact().path(problem)
+    path = GreedyOBS().path(problem)
     return (path.cut(count).weight[0] for count in counts)
 
 
@@ -100,7 +120,9 @@ def _incremental(problem: Problem, method: str, counts: list[int], seed: int) ->
                 v[r] -= (v[r, q] / pivot[q]) * inverse[q]
             mask[r, q] = False
         done = count
-        yield metric.unscaled(v, weight, mask).to(weight.dtype) if method == "lobs" else weight * mask
+        yield (
+            metric.unscaled(v, weight, mask).to(weight.dtype) if method == "lobs" else weight * mask
+        )
 
 
 def _draw(lab: Lab) -> None:
@@ -108,7 +130,10 @@ def _draw(lab: Lab) -> None:
     for title, short in METHODS.items():
         found = lab.found(f"first-layer-{short}")
         if found:
-            curves[title] = ([100 * c / found["prunable"] for c, _ in found["points"]], [a for _, a in found["points"]])
+            curves[title] = (
+                [100 * c / found["prunable"] for c, _ in found["points"]],
+                [a for _, a in found["points"]],
+            )
     if curves:
         title, x = "LeNet-300-100, first layer pruned alone", "removed from the first layer (%)"
         pictures.lines(lab.picture("first-layer"), curves, title=title, x=x, y="test accuracy (%)")

@@ -21,7 +21,8 @@ from lobs.training.retrain import Retraining, Shuffled, distillation, retrain
 from lobs.zoo.training import error_rate
 
 HERE = Path(__file__).parent
-# Training images for calibration. A convolution sees each in tens to hundreds of patches, so that fewer do.
+# Training images for calibration. A convolution sees each in tens to hundreds of patches, so that
+# fewer do.
 CALIBRATION = {"lenet300": 60_000, "lenet5": 10_000, "cifarnet": 20_000, "cifarnet-wide": 20_000}
 
 
@@ -57,7 +58,11 @@ class Lab:
     def result(self, name: str, work: Callable[[], dict[str, Any]], command: str) -> dict[str, Any]:
         """A result from its file, if that has the same seed and size, or by doing the work, timed, and writing the file."""
         path, before = self.path(name), self.found(name)
-        if before is not None and not self.again and (before["seed"], before["quick"]) == (self.seed, self.quick):
+        if (
+            before is not None
+            and not self.again
+            and (before["seed"], before["quick"]) == (self.seed, self.quick)
+        ):
             return before
         began, spent = time.perf_counter(), time.process_time()
         found = work()
@@ -105,12 +110,15 @@ def subject(name: str) -> Subject:
 
 
 LIGHT_BATCH = 512
-# LeNet-300-100's chosen on a network trained on 55,000 images by its error on the other 5,000; the others take the same (README.md).
+# LeNet-300-100's chosen on a network trained on 55,000 images by its error on the other 5,000; the
+# others take the same (README.md).
 LIGHT_RATES = {"lenet300": 2e-3, "lenet5": 2e-3, "cifarnet": 2e-3, "cifarnet-wide": 2e-3}
 STAGED_RATES = {"lenet300": 5e-3, "lenet5": 5e-3, "cifarnet": 2e-3}
 
 
-def light(who: Subject, model: nn.Module, masks: Any, iterations: int, seed: int, every: int = 50) -> Retraining:
+def light(
+    who: Subject, model: nn.Module, masks: Any, iterations: int, seed: int, every: int = 50
+) -> Retraining:
     """Light retraining: Adam with a cosine rate, batches of 512, learning the dense network's outputs; no labels."""
     return retrain(
         model,
@@ -123,7 +131,9 @@ def light(who: Subject, model: nn.Module, masks: Any, iterations: int, seed: int
     )
 
 
-def light_settings(who: Subject, seed: int, rates: dict[str, float] = LIGHT_RATES) -> dict[str, Any]:
+def light_settings(
+    who: Subject, seed: int, rates: dict[str, float] = LIGHT_RATES
+) -> dict[str, Any]:
     """The arguments of `retrain` that make it light."""
     rate = rates[who.name]
     return {

@@ -1,10 +1,12 @@
 """Net-Trim (Aghasi et al. 2017): the sparsest layer in the sense of ℓ₁ that still gives nearly the same ReLU outputs.
 
-    min ‖V‖₁   subject to   ‖(V X − Y)_Ω‖_F ≤ ξ ‖Y‖_F,   (V X)_Ωᶜ ≤ 0,          Y = max(W X, 0),  Ω = {Y > 0}
+    min ‖V‖₁   subject to   ‖(V X − Y)_Ω‖_F ≤ ξ ‖Y‖_F,   (V X)_Ωᶜ ≤ 0,          Y = max(W X, 0),  Ω
+    = {Y > 0}
 
-is the convex form of ‖max(V X, 0) − Y‖_F ≤ ξ‖Y‖_F. It needs the samples themselves, not only their moment, so it stands
-beside the solvers of `SOLVERS` and not among them. Solved by ADMM on the splitting U = V, Z = V X: every step is a product
-with X, one prefactored solve of a columns × columns matrix, a soft threshold and a projection.
+is the convex form of ‖max(V X, 0) − Y‖_F ≤ ξ‖Y‖_F. It needs the samples themselves, not only their
+moment, so it stands beside the solvers of `SOLVERS` and not among them. Solved by ADMM on the
+splitting U = V, Z = V X: every step is a product with X, one prefactored solve of a columns ×
+columns matrix, a soft threshold and a projection.
 """
 
 from __future__ import annotations
@@ -55,11 +57,16 @@ def net_trim(
     Time 4·rows·columns·samples multiply-adds a step; memory of three matrices of outputs beside X.
     """
     if weight.dim() != 2 or inputs.dim() != 2 or weight.shape[1] != inputs.shape[0]:
-        raise ProblemError(f"net_trim: weight {tuple(weight.shape)} and inputs {tuple(inputs.shape)} do not multiply.")
+        raise ProblemError(
+            f"net_trim: weight {tuple(weight.shape)} and inputs {tuple(inputs.shape)} do not "
+            "multiply."
+        )
     if not (math.isfinite(xi) and xi >= 0):
         raise ProblemError(f"net_trim: ξ is {xi:g}; it must be finite and not negative.")
     w, x = weight.to(torch.float64), inputs.to(torch.float64)
-    scale = math.sqrt(float(x.square().sum()) / x.shape[0])  # X in units where both splits weigh alike: mean eigenvalue 1
+    scale = math.sqrt(
+        float(x.square().sum()) / x.shape[0]
+    )  # X in units where both splits weigh alike: mean eigenvalue 1
     x = x / max(scale, 1e-300)
     wanted = (w @ x).clamp_min(0.0)
     program = _Program(x, wanted, wanted > 0, xi * float(wanted.norm()), bias_column)
@@ -88,20 +95,21 @@ class _Program:
         for step in range(1, iterations + 1):
             v = solve((u - du) + (z - dz) @ x.T)
             vx = v @ x
-            # Over-relaxation: the next points lean beyond the last.
+            # Over-relaxation: the next points single_copy beyond the last.
             a, b = _RELAXATION * v + (1 - _RELAXATION) * u, _RELAXATION * vx + (1 - _RELAXATION) * z
             before_u, before_z = u, z
             u, z = self._shrink(a + du, 1.0 / penalty), self._project(b + dz)
             du, dz = du + a - u, dz + b - z
             primal = math.hypot(float((v - u).norm()), float((vx - z).norm()))
             dual = float(((u - before_u) + (z - before_z) @ x.T).norm())
-            if primal <= tolerance * math.hypot(float(u.norm()), float(z.norm())) and dual <= tolerance * float(
-                (du + dz @ x.T).norm() + u.norm()
-            ):
+            if primal <= tolerance * math.hypot(
+                float(u.norm()), float(z.norm())
+            ) and dual <= tolerance * float((du + dz @ x.T).norm() + u.norm()):
                 return u, step, True
             if step % _BALANCE_EVERY == 0 and (primal > 5 * dual or dual > 5 * primal):
                 factor = 2.0 if primal > dual else 0.5
-                # The factorisation does not depend on the penalty, so changing it costs only a rescaling of the duals.
+                # The factorisation does not depend on the penalty, so changing it costs only a
+                # rescaling of the duals.
                 penalty, du, dz = penalty * factor, du / factor, dz / factor
         return u, iterations, False
 

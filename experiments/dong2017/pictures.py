@@ -8,7 +8,7 @@ from typing import Any
 
 _COLOURS = {
     "L-OBS": "#1f77b4",
-    "exact": "#d62728",
+    "greedy": "#d62728",
     "LWC": "#2ca02c",
     "ApoZW": "#9467bd",
     "Random": "#8c8c8c",
@@ -33,7 +33,13 @@ def axes(title: str, x: str, y: str) -> Any:
 
 
 def lines(
-    path: Path, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, title: str, x: str, y: str, **options: Any
+    path: Path,
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    **options: Any,
 ) -> None:
     """Draw named curves and save; options go to the axes, `marks` are vertical and `levels` horizontal lines by label."""
     marks: Mapping[str, float] = options.pop("marks", {})

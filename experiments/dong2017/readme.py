@@ -72,7 +72,7 @@ _NOTES = """## How to read it, and where it differs
   and 400 + 441 (LeNet-5).
 - **"default"** is `lobs.prune` called with no options: one budget for the network, shared by error curves, layer after layer, each
   mending what those before it spoiled; and on networks as small as the LeNets all surviving weights are then moved together, to where the outputs are nearest to the dense network's
-  on the calibration images (`compensate="network"`: Gauss–Newton steps, no labels, no learning rate, no stochastic training). Whoever counts that as retraining reads the row "each layer by
+  on the calibration images (`refit="network"`: Gauss–Newton steps, no labels, no learning rate, no stochastic training). Whoever counts that as retraining reads the row "each layer by
   itself", which leaves it out. `settings` in the result file says what it was for the row.
 - **Which rows are older**: the `default` rows of both LeNets, of ResNet-50 but `default-30`, LeNet-300-100's "shared budget" rows to 1.5 % in one stage and in 10,000 iterations and LeNet-5's in one stage have the solver
   and the compensation as they are now. The small CIFAR-Net's `default` rows, the other "shared budget" rows and `default-30` ran with an earlier start of `auto` (its errors by layer were some 1 % higher) and layer by layer;
@@ -91,24 +91,47 @@ _NOTES = """## How to read it, and where it differs
   says how many seconds of one core it used, that is the measure of its cost.
 """
 _FIGURES = [
-    ("first-layer", "First layer of LeNet-300-100, pruned alone to the end", "The paper: L-OBS holds until about 96 %."),
-    ("sensitivity", "Sensitivities of the first layer of LeNet-300-100", "The paper: over 90 % lie below 0.001."),
+    (
+        "first-layer",
+        "First layer of LeNet-300-100, pruned alone to the end",
+        "The paper: L-OBS holds until about 96 %.",
+    ),
+    (
+        "sensitivity",
+        "Sensitivities of the first layer of LeNet-300-100",
+        "The paper: over 90 % lie below 0.001.",
+    ),
     (
         "epsilon",
         "Tolerable error against pruning ratio of that layer",
-        "The published rule stops where one weight more would cost ε; what the layer has lost by then is far more (the other curve).",
+        "The published rule stops where one weight more would cost ε; what the layer has lost by "
+        "then is far more (the other curve).",
     ),
     ("retraining", "Retraining LeNet-5", "The paper: L-OBS is back after 740 iterations."),
-    ("iterations-lenet300", "LeNet-300-100 to 1.5 %", "The paper: dense + 0.20 after 643 iterations; DNS 34,000."),
-    ("iterations-lenet5", "LeNet-5 to 0.9 %", "The paper: dense + 0.39 after 841 iterations; DNS 47,000."),
+    (
+        "iterations-lenet300",
+        "LeNet-300-100 to 1.5 %",
+        "The paper: dense + 0.20 after 643 iterations; DNS 34,000.",
+    ),
+    (
+        "iterations-lenet5",
+        "LeNet-5 to 0.9 %",
+        "The paper: dense + 0.39 after 841 iterations; DNS 47,000.",
+    ),
     ("memory", "Memory of Net-Trim and L-OBS", "The paper: 65.7 GB at 1,000 samples."),
-    ("resnet50", "ResNet-50, one CR for all layers", "The paper: top-5 above 85 % down to CR 45 %."),
+    (
+        "resnet50",
+        "ResNet-50, one CR for all layers",
+        "The paper: top-5 above 85 % down to CR 45 %.",
+    ),
 ]
 
 
 def write(lab: Lab) -> Path:
     """Make the page from all results that there are."""
-    results = {p.stem: json.loads(p.read_text()) for p in sorted((lab.out / "results").glob("*.json"))}
+    results = {
+        p.stem: json.loads(p.read_text()) for p in sorted((lab.out / "results").glob("*.json"))
+    }
     parts = [
         _FRONT,
         *_table1(results),
@@ -131,7 +154,11 @@ def _n(value: Any, form: str = ".2f") -> str:
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *("| " + " | ".join(row) + " |" for row in rows)]
+    lines = [
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -158,8 +185,18 @@ def _table1(results: dict[str, Any]) -> list[str]:
             if found is None:
                 continue
             p, dense = row.paper, found["original"]
-            paper = [_n(p and p.kept, "g"), _n(p and p.pruned), _n(p and p.retrained), _n(p and p.iterations, ",.0f")]
-            ours = [_n(found["kept_percent"]), _n(found["pruned"]), _n(found["retrained"]), _n(found["iterations"], ",d")]
+            paper = [
+                _n(p and p.kept, "g"),
+                _n(p and p.pruned),
+                _n(p and p.retrained),
+                _n(p and p.iterations, ",.0f"),
+            ]
+            ours = [
+                _n(found["kept_percent"]),
+                _n(found["pruned"]),
+                _n(found["retrained"]),
+                _n(found["iterations"], ",d"),
+            ]
             pairs = [cell for both in zip(paper, ours, strict=True) for cell in both]
             note = f" ({found['note']})" if found.get("note") else ""
             rows.append(
@@ -173,7 +210,9 @@ def _table1(results: dict[str, Any]) -> list[str]:
             )
             commands.append(found["command"])
         if rows:
-            paper_dense = next((r.paper.dense for r in table1.ROWS if r.network == network and r.paper), None)
+            paper_dense = next(
+                (r.paper.dense for r in table1.ROWS if r.network == network and r.paper), None
+            )
             head = f"### {zoo.entry(network).title}: dense error {_n(dense)} (the paper's: {_n(paper_dense)})\n"
             parts += [
                 head,
@@ -190,7 +229,17 @@ def _table2(results: dict[str, Any]) -> list[str]:
          _n(r["paper_error"]), _n(r["pruned"]), _n(r["seconds"], ".0f")]
         for r in sorted(found, key=lambda r: (r["method"], r["kept_percent"]))
     ]  # fmt: skip
-    columns = ["method", "CR %, paper", "ours", "ξ², paper", "ξ, ours", "ξ², ours", "error, paper", "ours", "seconds"]
+    columns = [
+        "method",
+        "CR %, paper",
+        "ours",
+        "ξ², paper",
+        "ξ, ours",
+        "ξ², ours",
+        "error, paper",
+        "ours",
+        "seconds",
+    ]
     title = "## Table 2: second layer of LeNet-300-100 alone\n"
     return [title, _table(columns, rows), "Command: `lobs reproduce table2`.\n"] if rows else []
 
@@ -198,17 +247,20 @@ def _table2(results: dict[str, Any]) -> list[str]:
 def _figures(lab: Lab, results: dict[str, Any]) -> list[str]:
     facts = {
         "first-layer": "; ".join(
-            f"{name.removeprefix('first-layer-')} {_n(r['inflection_percent'], '.1f')} % (accuracy within 0.5 points until {r['kept_accuracy_percent']:.1f} %)"
+            f"{name.removeprefix('first-layer-')} {_n(r['inflection_percent'], '.1f')} % (accuracy "
+            f"within 0.5 points until {r['kept_accuracy_percent']:.1f} %)"
             for name, r in results.items() if name.startswith("first-layer")
         ),
         "sensitivity": "; ".join(f"{r['below_0.001_percent']} % below 0.001" for n, r in results.items() if n == "sensitivity-histogram"),
         "retraining": "; ".join(
-            f"{name.removeprefix('retraining-')}: {r['history'][0][1]:.2f} → {r['history'][-1][1]:.2f}, dense + 0.1 after {r['iterations_to_dense_plus_0.1']}"
+            f"{name.removeprefix('retraining-')}: {r['history'][0][1]:.2f} → "
+            f"{r['history'][-1][1]:.2f}, dense + 0.1 after {r['iterations_to_dense_plus_0.1']}"
             for name, r in results.items() if name.startswith("retraining")
         ),
         **{f"iterations-{network}": _reached(results, network) for network in few_iterations.ROWS},
         "memory": "; ".join(
-            f"at 1,000 samples {r['nettrim_gigabytes'][-1]:.0f} GB at 8 bytes an entry, {r['nettrim_sparse_gigabytes'][-1]:.0f} GB with indices"
+            f"at 1,000 samples {r['nettrim_gigabytes'][-1]:.0f} GB at 8 bytes an entry, "
+            f"{r['nettrim_sparse_gigabytes'][-1]:.0f} GB with indices"
             for n, r in results.items() if n == "table2-memory"
         ),
     }  # fmt: skip
@@ -229,7 +281,8 @@ def _reached(results: dict[str, Any], network: str) -> str:
             wanted = found["original"] + few_iterations.CLAIMS[network][0]
             at = few_iterations.needed(found, wanted)
             told.append(
-                f"{title}: {found['retrained']:.2f} after {found['iterations']:,}, {wanted:.2f} {f'after {at:,}' if at is not None else 'not reached'}"
+                f"{title}: {found['retrained']:.2f} after {found['iterations']:,}, {wanted:.2f} "
+                f"{f'after {at:,}' if at is not None else 'not reached'}"
             )
     return "; ".join(told)
 
@@ -242,7 +295,11 @@ def _resnet(results: dict[str, Any]) -> list[str]:
         r = results[name.replace("/", "-")]
         seconds = [_n(r.get("calibration_seconds"), ".0f"), _n(r.get("prune_seconds"), ".0f")]
         seen = _n(r.get("settings", {}).get("samples"), "d")
-        drop = "–" if dense is None or r is dense else _drop(dense["right"][:: dense["images"] // r["images"]], r["right"])
+        drop = (
+            "–"
+            if dense is None or r is dense
+            else _drop(dense["right"][:: dense["images"] // r["images"]], r["right"])
+        )
         rows.append(
             [name.removeprefix("resnet50/"), _n(r["kept_percent"], ".1f"), _n(r["top1"]), drop, _n(r["top5"]), str(r["images"]), seen, *seconds,
              _n(r["peak_gigabytes"], ".1f"), str(r["threads"])]
@@ -261,8 +318,10 @@ def _resnet(results: dict[str, Any]) -> list[str]:
         "threads",
     ]
     words = (
-        "Statistics come from as many training images as the row has seen. The fall is counted on the same images, with its standard error. "
-        "The layer-wise methods share one calibration; peak memory is the whole process's.\n\nCommand: `lobs --data FOLDER reproduce resnet`.\n"
+        "Statistics come from as many training images as the row has seen. The fall is counted on "
+        "the same images, with its standard error. "
+        "The layer-wise methods share one calibration; peak memory is the whole "
+        "process's.\n\nCommand: `lobs --data FOLDER reproduce resnet`.\n"
     )
     return ["## ResNet-50\n", _table(columns, rows), words] if rows else []
 
@@ -280,8 +339,23 @@ def _cost(results: dict[str, Any]) -> list[str]:
         [zoo.entry(r["network"]).title, r["weights"], _n(r["paper_hours"], "g"), _n(r["minutes"]), _n(r["peak_gigabytes"], ".1f"), str(r["threads"])]
         for n, r in results.items() if n.startswith("cost")
     ]  # fmt: skip
-    columns = ["network", "weights", "paper, hours on 48 CPUs", "ours, minutes", "peak GB", "threads"]
-    return ["## Cost at real size\n", _table(columns, rows), "Command: `lobs --data FOLDER reproduce cost`.\n"] if rows else []
+    columns = [
+        "network",
+        "weights",
+        "paper, hours on 48 CPUs",
+        "ours, minutes",
+        "peak GB",
+        "threads",
+    ]
+    return (
+        [
+            "## Cost at real size\n",
+            _table(columns, rows),
+            "Command: `lobs --data FOLDER reproduce cost`.\n",
+        ]
+        if rows
+        else []
+    )
 
 
 def _missing(results: dict[str, Any]) -> list[str]:

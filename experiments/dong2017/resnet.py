@@ -1,10 +1,12 @@
 """ResNet-50 on ImageNet, all layers at one CR: top-1 and top-5 against the CR for magnitude, L-OBS, exact and the default method.
 
-Statistics come from `CALIBRATION` of the training images in the data folder, accuracy from its 3,000 validation images for the rows that
-matter most (`CLOSELY`) and from a third of them for the others, spread over the classes. The layer-wise methods share one pass of
-statistics on the dense network; "auto" is the default solver there, greedy where that is affordable and alternating directions
-with swaps elsewhere. "default" is `lobs.prune` as anyone would call it, at one CR for
-every layer; "shared" is beside "auto" what one budget for all layers gives, on the same dense inputs, batch norms re-estimated.
+Statistics come from `CALIBRATION` of the training images in the data folder, accuracy from its
+3,000 validation images for the rows that matter most (`CLOSELY`) and from a third of them for the
+others, spread over the classes. The layer-wise methods share one pass of statistics on the dense
+network; "auto" is the default solver there, greedy where that is affordable and alternating
+directions with swaps elsewhere. "default" is `lobs.prune` as anyone would call it, at one CR for
+every layer; "shared" is beside "auto" what one budget for all layers gives, on the same dense
+inputs, batch norms re-estimated.
 """
 
 from __future__ import annotations
@@ -20,17 +22,24 @@ from torch import nn
 import lobs
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab
-from lobs import Problem, Sparsity, collect, solve, zoo
+from lobs import Problem, Sparsity, collect_moments, solve, zoo
 from lobs.calibration.layer_problem import layer_problem
 from lobs.zoo.datasets import imagenet
 from lobs.layers import find_layers
 from lobs.calibration.forward import evaluating
-from lobs.solvers.greedy import DeletionPath, Exact
+from lobs.solvers.greedy import DeletionPath, GreedyOBS
 
 NETWORK = "resnet50-v1"
-METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "exact": "exact", "auto, dense inputs": "auto", "default": "default"}
+METHODS = {
+    "LWC": "magnitude",
+    "L-OBS": "lobs",
+    "greedy": "exact",
+    "auto, dense inputs": "auto",
+    "default": "default",
+}
 KEPT = (80, 70, 60, 50, 45, 40, 30)
-# What two shared cores finish: an image costs some 15 G multiply-adds to calibrate on and 4 to be tested on.
+# What two shared cores finish: an image costs some 15 G multiply-adds to calibrate on and 4 to be
+# tested on.
 CALIBRATION = 1000
 VALIDATION, FEWER = 3000, 1000
 CLOSELY = ("dense", "lobs-50", "exact-50", "auto-50", "default-50", "default-30", "shared-30")
@@ -39,7 +48,12 @@ CLOSELY = ("dense", "lobs-50", "exact-50", "auto-50", "default-50", "default-30"
 def names() -> list[str]:
     """The dense network, then one row a method and CR, and one budget shared by all layers."""
     # "auto" alone is there to be seen beside "default" and "shared", where the curves say most.
-    layerwise = [f"resnet50/{m}-{kept}" for m in METHODS.values() for kept in KEPT if m != "auto" or kept in (50, 30)]
+    layerwise = [
+        f"resnet50/{m}-{kept}"
+        for m in METHODS.values()
+        for kept in KEPT
+        if m != "auto" or kept in (50, 30)
+    ]
     return ["resnet50/dense", *layerwise, "resnet50/shared-30"]
 
 
@@ -47,15 +61,23 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows, by CR so that the picture grows from left to right, then the picture."""
     done = []
     for name in rows:
-        command = f"lobs --data FOLDER reproduce resnet --rows {name}" + (" --quick" if lab.quick else "")
-        done.append(lab.result(name, lambda name=name: row(lab, name.removeprefix("resnet50/")), command))
+        command = f"lobs --data FOLDER reproduce resnet --rows {name}" + (
+            " --quick" if lab.quick else ""
+        )
+        done.append(
+            lab.result(name, lambda name=name: row(lab, name.removeprefix("resnet50/")), command)
+        )
     _draw(lab)
     return done
 
 
 def row(lab: Lab, name: str) -> dict[str, Any]:
     """Prune, then count right answers."""
-    model, facts = (_network(), {"kept_percent": 100.0}) if name == "dense" else _pruned(lab, *name.rsplit("-", 1))
+    model, facts = (
+        (_network(), {"kept_percent": 100.0})
+        if name == "dense"
+        else _pruned(lab, *name.rsplit("-", 1))
+    )
     began = time.perf_counter()
     right = answers(model, _data("val", lab, VALIDATION if name in CLOSELY else FEWER))
     return {
@@ -63,7 +85,8 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
         "top1": 100 * sum(a == 1 for a in right) / len(right),
         "top5": 100 * sum(a > 0 for a in right) / len(right),
         "images": len(right),
-        # One digit an image: 1 right, 5 right among the first five, 0 wrong; for differences on the same images.
+        # One digit an image: 1 right, 5 right among the first five, 0 wrong; for differences on the
+        # same images.
         "right": "".join(map(str, right)),
         "test_seconds": round(time.perf_counter() - began),
         "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -76,13 +99,20 @@ def _pruned(lab: Lab, method: str, percent: str) -> tuple[nn.Module, dict[str, A
     if method in ("default", "shared"):
         target = Sparsity(removed, scope="network" if method == "shared" else "layer")
         options: dict[str, Any] = {"inputs": "dense", "passes": 1} if method == "shared" else {}
-        cut = lobs.prune(_network(), _data("train", lab, CALIBRATION), target, progress=False, **options)
+        cut = lobs.prune(
+            _network(), _data("train", lab, CALIBRATION), target, progress=False, **options
+        )
         kept = {layer.name: round(100 * layer.kept / layer.total, 2) for layer in cut.layers}
         seconds = {
             "calibration_seconds": cut.settings["calibration seconds"],
             "prune_seconds": round(time.perf_counter() - began),
         }
-        return cut.model, {"kept_percent": 100 * cut.kept_fraction, **seconds, "settings": cut.settings, "layers": kept}
+        return cut.model, {
+            "kept_percent": 100 * cut.kept_fraction,
+            **seconds,
+            "settings": cut.settings,
+            "layers": kept,
+        }
     problems, calibrated = _problems(lab)
     paths, swept = _paths(lab) if method == "exact" else ({}, 0.0)
     began = time.perf_counter()
@@ -90,14 +120,22 @@ def _pruned(lab: Lab, method: str, percent: str) -> tuple[nn.Module, dict[str, A
     found = {}
     for layer in find_layers(model):
         name = layer.name
-        found[name] = paths[name].solve(Sparsity(removed)) if paths else solve(problems[name], method, removed)
+        found[name] = (
+            paths[name].solve(Sparsity(removed))
+            if paths
+            else solve(problems[name], method, removed)
+        )
         layer.write(found[name].weight)
     kept = 100 * sum(s.kept for s in found.values()) / sum(s.prunable for s in found.values())
     seconds = {
         "calibration_seconds": round(calibrated),
         "prune_seconds": round(calibrated + swept + time.perf_counter() - began),
     }
-    return model, {"kept_percent": kept, **seconds, "settings": {"solver": method, "samples": lab.few(CALIBRATION, 8)}}
+    return model, {
+        "kept_percent": kept,
+        **seconds,
+        "settings": {"solver": method, "samples": lab.few(CALIBRATION, 8)},
+    }
 
 
 @cache
@@ -110,8 +148,11 @@ def _problems(lab: Lab) -> tuple[dict[str, Problem], float]:
     """Every layer's problem on the dense network's inputs, made once for all methods and CRs, and the seconds that took."""
     began = time.perf_counter()
     layers = find_layers(_network())
-    calibration = collect(_network(), _data("train", lab, CALIBRATION), layers)
-    problems = {layer.name: layer_problem(layer, layer.matrix(), calibration[layer.name]) for layer in layers}
+    calibration = collect_moments(_network(), _data("train", lab, CALIBRATION), layers)
+    problems = {
+        layer.name: layer_problem(layer, layer.matrix(), calibration[layer.name])
+        for layer in layers
+    }
     return problems, time.perf_counter() - began
 
 
@@ -119,12 +160,14 @@ def _problems(lab: Lab) -> tuple[dict[str, Problem], float]:
 def _paths(lab: Lab) -> tuple[dict[str, DeletionPath], float]:
     """Every layer's deletions to the end, once for all CRs, and the seconds that took."""
     began = time.perf_counter()
-    paths = {name: Exact().path(problem) for name, problem in _problems(lab)[0].items()}
+    paths = {name: GreedyOBS().path(problem) for name, problem in _problems(lab)[0].items()}
     return paths, time.perf_counter() - began
 
 
 def _data(split: Any, lab: Lab, images: int) -> imagenet.ImageNet:
-    return imagenet.load(split, scaling="caffe", batch_size=25).batches(25, limit=lab.few(images, 8))
+    return imagenet.load(split, scaling="caffe", batch_size=25).batches(
+        25, limit=lab.few(images, 8)
+    )
 
 
 def answers(model: nn.Module, data: imagenet.ImageNet) -> list[int]:
@@ -133,7 +176,10 @@ def answers(model: nn.Module, data: imagenet.ImageNet) -> list[int]:
     with evaluating(model):
         for images, labels in data:
             best = model(images).topk(5).indices == labels.unsqueeze(1)
-            found += [1 if first else 5 if five else 0 for first, five in zip(best[:, 0], best.any(dim=1), strict=True)]
+            found += [
+                1 if first else 5 if five else 0
+                for first, five in zip(best[:, 0], best.any(dim=1), strict=True)
+            ]
     return found
 
 
@@ -149,7 +195,12 @@ def _draw(lab: Lab) -> None:
     if curves:
         title = "ResNet-50, every layer at one CR, no retraining"
         pictures.lines(
-            lab.picture("resnet50"), curves, title=title, x="kept (%)", y="top-5 accuracy (%)", marks={"the paper's 45 %": 45}
+            lab.picture("resnet50"),
+            curves,
+            title=title,
+            x="kept (%)",
+            y="top-5 accuracy (%)",
+            marks={"the paper's 45 %": 45},
         )
 
 

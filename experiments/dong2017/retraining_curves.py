@@ -10,7 +10,7 @@ from experiments.dong2017.lab import Lab, subject
 from lobs import Sparsity, zoo
 from lobs.training.retrain import retrain
 
-METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "exact": "exact"}
+METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "greedy": "exact"}
 
 
 def names() -> list[str]:
@@ -22,8 +22,12 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen curves and the picture."""
     done = []
     for short in (s for s in METHODS.values() if f"retraining/{s}" in rows):
-        command = f"lobs reproduce retraining --rows retraining/{short}" + (" --quick" if lab.quick else "")
-        done.append(lab.result(f"retraining-{short}", lambda short=short: curve(lab, short), command))
+        command = f"lobs reproduce retraining --rows retraining/{short}" + (
+            " --quick" if lab.quick else ""
+        )
+        done.append(
+            lab.result(f"retraining-{short}", lambda short=short: curve(lab, short), command)
+        )
     curves = {}
     for title, short in METHODS.items():
         found = lab.found(f"retraining-{short}")
@@ -31,7 +35,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
             curves[title] = ([i for i, _ in found["history"]], [e for _, e in found["history"]])
     if curves:
         title = "LeNet-5 at 54/43/6/25 % kept, labels, original rate"
-        pictures.lines(lab.picture("retraining"), curves, title=title, x="iterations", y="test error (%)")
+        pictures.lines(
+            lab.picture("retraining"), curves, title=title, x="iterations", y="test error (%)"
+        )
     return done
 
 
@@ -39,7 +45,9 @@ def curve(lab: Lab, solver: str) -> dict[str, Any]:
     """Test error every 20 iterations for 1,000 iterations."""
     who = subject("lenet5")
     target = Sparsity({name: 1 - kept for name, kept in zoo.entry("lenet5").paper_kept.items()})
-    cut = lobs.prune(who.model, who.calibration(lab), target, solver=solver, inputs="dense", progress=False)
+    cut = lobs.prune(
+        who.model, who.calibration(lab), target, solver=solver, inputs="dense", progress=False
+    )
     recipe = zoo.entry("lenet5").recipe
     assert recipe is not None
     trained = retrain(

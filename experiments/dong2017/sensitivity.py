@@ -11,7 +11,7 @@ from experiments.dong2017 import pictures
 from experiments.dong2017.first_layer import fc1
 from experiments.dong2017.lab import Lab
 from lobs.calibration.layer_problem import sensitivities
-from lobs.solvers import Exact
+from lobs.solvers import GreedyOBS
 
 
 def names() -> list[str]:
@@ -52,7 +52,7 @@ def epsilon(lab: Lab) -> dict[str, Any]:
     _, problem = fc1(lab)
     values, _ = sensitivities(problem)
     single = (values / 2).sort().values.sqrt()
-    curve = Exact().path(problem).curve.clamp_min(0).sqrt()
+    curve = GreedyOBS().path(problem).curve.clamp_min(0).sqrt()
     at = torch.linspace(0, 1, 201)
     published = [float(single[min(len(single) - 1, int(f * len(single)))]) for f in at]
     exact = [float(curve[min(len(curve) - 1, int(f * (len(curve) - 1)))]) for f in at]
@@ -71,15 +71,34 @@ def _draw_histogram(lab: Lab, found: dict[str, Any]) -> None:
         "weights",
     )
     one.bar(found["edges"][:-1], found["counts"], width=0.2, align="edge", color="#1f77b4")
-    one.axvline(-3, linestyle=":", color="black", label=f"0.001: {found['below_0.001_percent']:.1f} % lie below")
+    one.axvline(
+        -3,
+        linestyle=":",
+        color="black",
+        label=f"0.001: {found['below_0.001_percent']:.1f} % lie below",
+    )
     one.legend(fontsize=8)
     pictures.save(figure, lab.picture("sensitivity"))
 
 
 def _draw_epsilon(lab: Lab, found: dict[str, Any]) -> None:
     curves = {
-        "√L_q of the next weight (the paper's rule)": (found["single_weight_epsilon"], found["ratio"]),
-        "√E of the layer, exact deletion (corrected rule)": (found["layer_epsilon"], found["ratio"]),
+        "√L_q of the next weight (the paper's rule)": (
+            found["single_weight_epsilon"],
+            found["ratio"],
+        ),
+        "√E of the layer, exact deletion (corrected rule)": (
+            found["layer_epsilon"],
+            found["ratio"],
+        ),
     }
     title = "Tolerable error against pruning ratio, first layer of LeNet-300-100"
-    pictures.lines(lab.picture("epsilon"), curves, title=title, x="ε", y="removed (%)", xscale="log", xlim=(1e-4, None))
+    pictures.lines(
+        lab.picture("epsilon"),
+        curves,
+        title=title,
+        x="ε",
+        y="removed (%)",
+        xscale="log",
+        xlim=(1e-4, None),
+    )

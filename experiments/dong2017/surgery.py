@@ -1,9 +1,10 @@
 """Dynamic network surgery (DNS; Guo, Yao, Chen 2016): magnitude masks that are redrawn while the network trains.
 
-Each layer has two thresholds, a < b, around mean + c·deviation of its dense |w|. A weight below a is cut, one above b is
-spliced back, one between stays as it is. The forward pass uses the masked weights, while *all* weights go on learning from
-the gradient at the masked ones, which is how a cut weight can come back. Masks are redrawn with a probability that falls as
-training goes on, and not at all in its last part.
+Each layer has two thresholds, a < b, around mean + c·deviation of its dense |w|. A weight below a
+is cut, one above b is spliced back, one between stays as it is. The forward pass uses the masked
+weights, while *all* weights go on learning from the gradient at the masked ones, which is how a cut
+weight can come back. Masks are redrawn with a probability that falls as training goes on, and not
+at all in its last part.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Operated:
     @property
     def kept_fraction(self) -> float:
         """Kept weights over all weights of the layers operated on."""
-        return sum(int(m.sum()) for m in self.masks.values()) / sum(m.numel() for m in self.masks.values())
+        return sum(int(m.sum()) for m in self.masks.values()) / sum(
+            m.numel() for m in self.masks.values()
+        )
 
 
 def operate(
@@ -114,7 +117,10 @@ def operate(
         progress: draw a bar on a terminal.
     """
     if isinstance(data, Iterator):
-        raise TrainingError("data is run through again and again: pass a list, a DataLoader or Shuffled, not a generator.")
+        raise TrainingError(
+            "data is run through again and again: pass a list, a DataLoader or Shuffled, not a "
+            "generator."
+        )
     work = copy.deepcopy(model)
     patient = _Patient(find_layers(work, layers), rule)
     optimiser = (optimizer or sgd())([p for p in work.parameters() if p.requires_grad])
@@ -122,7 +128,11 @@ def operate(
     history: list[tuple[int, float, float]] = []
     began = time.perf_counter()
     work.train()
-    with shown(progress), track("surgery", iterations) as advance, torch.random.fork_rng(devices=[]):
+    with (
+        shown(progress),
+        track("surgery", iterations) as advance,
+        torch.random.fork_rng(devices=[]),
+    ):
         torch.manual_seed(seed)
         for t, batch in enumerate(_forever(data, iterations)):
             for group, rate in zip(optimiser.param_groups, rates, strict=True):
@@ -139,7 +149,9 @@ def operate(
                 with patient.masked(), torch.random.fork_rng(devices=[]):
                     history.append((t + 1, float(evaluate(work)), patient.kept_fraction))
     patient.close()
-    return Operated(work.eval(), patient.named_masks(), iterations, tuple(history), time.perf_counter() - began)
+    return Operated(
+        work.eval(), patient.named_masks(), iterations, tuple(history), time.perf_counter() - began
+    )
 
 
 def _forever(data: Iterable[Any], iterations: int) -> Iterator[Any]:
@@ -162,7 +174,9 @@ class _Patient:
         if isinstance(rule.c, Mapping):
             missing = [layer.name for layer in layers if layer.name not in rule.c]
             if missing:
-                raise TrainingError(f"layer '{missing[0]}' has no c. Give one for every layer, or choose layers.")
+                raise TrainingError(
+                    f"layer '{missing[0]}' has no c. Give one for every layer, or choose layers."
+                )
         self.layers = layers
         self.masks = [torch.ones_like(layer.weight, dtype=torch.bool) for layer in layers]
         self.thresholds = [rule.thresholds(layer.name, layer.weight) for layer in layers]

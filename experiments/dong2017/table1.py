@@ -1,7 +1,8 @@
 """Table 1: error right after pruning, after retraining, and how many iterations that takes, for every method.
 
-Baselines keep the fractions per layer that Han et al. (2015) publish. Their retraining runs at a tenth of the original rate, as the paper
-says they need, until the error that the paper reports relative to its dense network, or for as many iterations as `_CAP` allows.
+Baselines keep the fractions per layer that Han et al. (2015) publish. Their retraining runs at a
+tenth of the original rate, as the paper says they need, until the error that the paper reports
+relative to its dense network, or for as many iterations as `_CAP` allows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from experiments.dong2017 import few_iterations
 from experiments.dong2017.lab import STAGED_RATES, Lab, Subject, light, light_settings, subject
 from lobs import Sparsity, zoo
 from lobs.training.retrain import retrain, sgd
-from lobs.training.staged import Stage, iterate
+from lobs.training.staged import Stage, prune_in_stages
 from experiments.dong2017.surgery import Surgery, operate, threshold_c
 
 HAN = {
@@ -31,15 +32,17 @@ STAGES = {
         {"conv1": 0.20, "conv2": 0.01, "fc1": 0.009, "fc2": 0.08},
     ),
 }
-# Thresholds of dynamic surgery start where this fraction of the dense weights is kept; training then moves magnitudes.
+# Thresholds of dynamic surgery start where this fraction of the dense weights is kept; training
+# then moves magnitudes.
 DNS_START = {
     "lenet300": {"fc1": 0.012, "fc2": 0.05, "fc3": 0.35},
     "lenet5": {"conv1": 0.14, "conv2": 0.02, "fc1": 0.005, "fc2": 0.05},
 }
-# Kept fractions of the stages of our own method, as multiples of the last; chosen like the rate (README.md).
+# Kept fractions of the stages of our own method, as multiples of the last; chosen like the rate
+# (README.md).
 OURS_STAGES = (8.0, 5.0, 3.3, 2.3, 1.7, 1.3, 1.0)
-# What fits into an hour of one core, where a row does not reach its error earlier; dynamic surgery runs as long as the paper's, since its
-# masks move for as long as it does.
+# What fits into an hour of one core, where a row does not reach its error earlier; dynamic surgery
+# runs as long as the paper's, since its masks move for as long as it does.
 _CAP = {"lenet300": 350_000, "lenet5": 10_000, "cifarnet": 1_020, "cifarnet-wide": 1_020}
 
 
@@ -69,8 +72,15 @@ def _kept(table: dict[str, float]) -> Sparsity:
     return Sparsity({name: 1 - kept for name, kept in table.items()})
 
 
-def _after(who: Subject, lab: Lab, model: Any, masks: Any, kept: float, **more: Any) -> dict[str, Any]:
-    return {"original": who.error(who.model), "kept_percent": 100 * kept, "pruned": who.error(model), **more}
+def _after(
+    who: Subject, lab: Lab, model: Any, masks: Any, kept: float, **more: Any
+) -> dict[str, Any]:
+    return {
+        "original": who.error(who.model),
+        "kept_percent": 100 * kept,
+        "pruned": who.error(model),
+        **more,
+    }
 
 
 def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
@@ -79,7 +89,12 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
     def work(lab: Lab, row: Row) -> dict[str, Any]:
         who = subject(row.network)
         cut = lobs.prune(
-            who.model, who.calibration(lab), _kept(HAN[row.network]), solver=solver, inputs="dense", progress=False
+            who.model,
+            who.calibration(lab),
+            _kept(HAN[row.network]),
+            solver=solver,
+            inputs="dense",
+            progress=False,
         )
         found = _after(who, lab, cut.model, cut.masks, cut.kept_fraction, settings=cut.settings)
         assert row.paper is not None and row.paper.retrained is not None
@@ -90,8 +105,18 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
             cut.model, cut.masks, who.shuffled(recipe.batch_size), optimizer=sgd(recipe.learning_rate / 10, weight_decay=recipe.weight_decay),
             iterations=lab.few(_CAP[row.network], 100), until_error=wanted, evaluate=who.error, every=lab.few(250, 50), seed=lab.seed, progress=False,
         )  # fmt: skip
-        note = "" if trained.reached else f"stopped at {trained.iterations} iterations without reaching {wanted:.2f}"
-        return {**found, "retrained": trained.error, "iterations": trained.iterations, "history": trained.history, "note": note}
+        note = (
+            ""
+            if trained.reached
+            else f"stopped at {trained.iterations} iterations without reaching {wanted:.2f}"
+        )
+        return {
+            **found,
+            "retrained": trained.error,
+            "iterations": trained.iterations,
+            "history": trained.history,
+            "note": note,
+        }
 
     return work
 
@@ -102,8 +127,14 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
 
     who = subject(row.network)
     assert row.paper is not None and row.paper.iterations is not None
-    weights = {name: module.weight for name, module in who.model.named_modules() if hasattr(module, "weight")}
-    rule = Surgery({name: threshold_c(weights[name], kept) for name, kept in DNS_START[row.network].items()})
+    weights = {
+        name: module.weight
+        for name, module in who.model.named_modules()
+        if hasattr(module, "weight")
+    }
+    rule = Surgery(
+        {name: threshold_c(weights[name], kept) for name, kept in DNS_START[row.network].items()}
+    )
     recipe = zoo.entry(row.network).recipe
     assert recipe is not None
     iterations = int(row.paper.iterations)
@@ -119,7 +150,12 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
 
 
 def once(
-    solver: str | None, keep: str | float, iterations: int, *, original_rate: bool = False, **pruning: Any
+    solver: str | None,
+    keep: str | float,
+    iterations: int,
+    *,
+    original_rate: bool = False,
+    **pruning: Any,
 ) -> Callable[[Lab, Row], dict[str, Any]]:
     """Prune once, by the paper's fractions ("paper"), Han's ("han") or one number, then retrain; no solver means the defaults."""
 
@@ -128,9 +164,17 @@ def once(
         tables = {"paper": zoo.entry(row.network).paper_kept, "han": HAN.get(row.network, {})}
         target = _kept(tables[keep]) if isinstance(keep, str) else Sparsity(1 - keep)
         options: dict[str, Any] = {} if solver is None else {"solver": solver, "inputs": "dense"}
-        cut = lobs.prune(who.model, who.calibration(lab), target, progress=False, **options, **pruning)
+        cut = lobs.prune(
+            who.model, who.calibration(lab), target, progress=False, **options, **pruning
+        )
         found = _after(
-            who, lab, cut.model, cut.masks, cut.kept_fraction, prune_seconds=round(cut.seconds, 1), settings=cut.settings
+            who,
+            lab,
+            cut.model,
+            cut.masks,
+            cut.kept_fraction,
+            prune_seconds=round(cut.seconds, 1),
+            settings=cut.settings,
         )
         steps = lab.few(iterations, min(iterations, 60))
         if not steps:
@@ -141,30 +185,49 @@ def once(
             rate = sgd(recipe.learning_rate, weight_decay=recipe.weight_decay)
             data = who.shuffled(recipe.batch_size)
             trained = retrain(
-                cut.model, cut.masks, data, optimizer=rate, iterations=steps, evaluate=who.error, seed=lab.seed, progress=False
+                cut.model,
+                cut.masks,
+                data,
+                optimizer=rate,
+                iterations=steps,
+                evaluate=who.error,
+                seed=lab.seed,
+                progress=False,
             )
         else:
             trained = light(who, cut.model, cut.masks, steps, lab.seed)
-        return {**found, "retrained": trained.error, "iterations": trained.iterations, "history": trained.history}
+        return {
+            **found,
+            "retrained": trained.error,
+            "iterations": trained.iterations,
+            "history": trained.history,
+        }
 
     return work
 
 
-def staged(iterations: tuple[int, ...], *, keep: float | None = None) -> Callable[[Lab, Row], dict[str, Any]]:
+def staged(
+    iterations: tuple[int, ...], *, keep: float | None = None
+) -> Callable[[Lab, Row], dict[str, Any]]:
     """Iterative pruning with light retraining: the published method in its two stages, or ours down to `keep` of the network."""
 
     def work(lab: Lab, row: Row) -> dict[str, Any]:
         who = subject(row.network)
         counts = [lab.few(n, 20) for n in iterations]
         if keep is None:
-            plan = [Stage(_kept(table), n) for table, n in zip(STAGES[row.network], counts, strict=True)]
+            plan = [
+                Stage(_kept(table), n) for table, n in zip(STAGES[row.network], counts, strict=True)
+            ]
             pruning: dict[str, Any] = {"solver": "lobs", "inputs": "dense"}
         else:
             shares = OURS_STAGES if len(counts) > 1 else (1.0,)
-            plan = [Stage(Sparsity(1 - keep * share, scope="network"), n) for share, n in zip(shares, counts, strict=True)]
+            plan = [
+                Stage(Sparsity(1 - keep * share, scope="network"), n)
+                for share, n in zip(shares, counts, strict=True)
+            ]
             pruning = {}
         settings = light_settings(who, lab.seed, STAGED_RATES)
-        done = iterate(
+        done = prune_in_stages(
             who.model, who.calibration(lab), who.shuffled(512), plan, evaluate=who.error, pruning=pruning,
             retraining={**settings, "every": 50}, progress=False,
         )  # fmt: skip
@@ -181,7 +244,13 @@ def staged(iterations: tuple[int, ...], *, keep: float | None = None) -> Callabl
 _L3, _L5, _CN, _CW = "lenet300", "lenet5", "cifarnet", "cifarnet-wide"
 ROWS = [
     Row("lenet300/random", "Random", _L3, Paper(1.76, 8, 85.72, 2.25, 3.5e5), baseline("random")),
-    Row("lenet300/obd", "OBD (Fisher diagonal)", _L3, Paper(1.76, 8, 86.72, 1.96, 8.1e4), baseline("obd-fisher")),
+    Row(
+        "lenet300/obd",
+        "OBD (Fisher diagonal)",
+        _L3,
+        Paper(1.76, 8, 86.72, 1.96, 8.1e4),
+        baseline("obd-fisher"),
+    ),
     Row("lenet300/lwc", "LWC", _L3, Paper(1.76, 8, 81.32, 1.95, 1.4e5), baseline("magnitude")),
     Row("lenet300/dns", "DNS", _L3, Paper(1.76, 1.8, None, 1.99, 3.4e4), surgery),
     Row("lenet300/lobs", "L-OBS", _L3, Paper(1.76, 7, 3.10, 1.82, 510), once("lobs", "paper", 510)),
@@ -192,16 +261,48 @@ ROWS = [
         None,
         once("lobs", "paper", 510, original_rate=True),
     ),
-    Row("lenet300/lobs-iterative", "L-OBS (iterative)", _L3, Paper(1.76, 1.5, 2.43, 1.96, 643), staged((300, 343))),
+    Row(
+        "lenet300/lobs-iterative",
+        "L-OBS (iterative)",
+        _L3,
+        Paper(1.76, 1.5, 2.43, 1.96, 643),
+        staged((300, 343)),
+    ),
     Row("lenet300/exact", "exact, the paper's CRs", _L3, None, once("exact", "paper", 0)),
     Row("lenet300/exact-light", "exact, light retraining", _L3, None, once("exact", "paper", 510)),
     Row("lenet300/default", "default, 7 %", _L3, None, once(None, 0.07, 0)),
-    Row("lenet300/by-layer", "default, 7 %, each layer by itself", _L3, None, once(None, 0.07, 0, compensate="layers")),
-    Row("lenet300/default-light", "default, 7 %, light retraining", _L3, None, once(None, 0.07, 510)),
+    Row(
+        "lenet300/by-layer",
+        "default, 7 %, each layer by itself",
+        _L3,
+        None,
+        once(None, 0.07, 0, refit="layers"),
+    ),
+    Row(
+        "lenet300/default-light", "default, 7 %, light retraining", _L3, None, once(None, 0.07, 510)
+    ),
     Row("lenet300/default-1.5", "default, 1.5 %", _L3, None, once(None, 0.015, 0)),
-    Row("lenet300/ours-1.5", "shared budget, 1.5 %, one stage", _L3, None, staged((643,), keep=0.015)),
-    Row("lenet300/ours-staged-1.5", "shared budget, 1.5 %, stages", _L3, None, staged((64,) * 6 + (259,), keep=0.015)),
-    Row("lenet300/ours-long-2", "shared budget, 2 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.02)),
+    Row(
+        "lenet300/ours-1.5",
+        "shared budget, 1.5 %, one stage",
+        _L3,
+        None,
+        staged((643,), keep=0.015),
+    ),
+    Row(
+        "lenet300/ours-staged-1.5",
+        "shared budget, 1.5 %, stages",
+        _L3,
+        None,
+        staged((64,) * 6 + (259,), keep=0.015),
+    ),
+    Row(
+        "lenet300/ours-long-2",
+        "shared budget, 2 %, stages, 10,000",
+        _L3,
+        None,
+        staged((1000,) * 6 + (4000,), keep=0.02),
+    ),
     Row(
         "lenet300/ours-long-1.75",
         "shared budget, 1.75 %, stages, 10,000",
@@ -209,34 +310,126 @@ ROWS = [
         None,
         staged((1000,) * 6 + (4000,), keep=0.0175),
     ),
-    Row("lenet300/ours-long-1.5", "shared budget, 1.5 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.015)),
-    Row("lenet300/ours-long-1", "shared budget, 1 %, stages, 10,000", _L3, None, staged((1000,) * 6 + (4000,), keep=0.01)),
-    Row("lenet5/obd", "OBD (Fisher diagonal)", _L5, Paper(1.27, 8, 86.72, 2.65, 2.9e5), baseline("obd-fisher")),
+    Row(
+        "lenet300/ours-long-1.5",
+        "shared budget, 1.5 %, stages, 10,000",
+        _L3,
+        None,
+        staged((1000,) * 6 + (4000,), keep=0.015),
+    ),
+    Row(
+        "lenet300/ours-long-1",
+        "shared budget, 1 %, stages, 10,000",
+        _L3,
+        None,
+        staged((1000,) * 6 + (4000,), keep=0.01),
+    ),
+    Row(
+        "lenet5/obd",
+        "OBD (Fisher diagonal)",
+        _L5,
+        Paper(1.27, 8, 86.72, 2.65, 2.9e5),
+        baseline("obd-fisher"),
+    ),
     Row("lenet5/lwc", "LWC", _L5, Paper(1.27, 8, 89.55, 1.36, 9.6e4), baseline("magnitude")),
     Row("lenet5/dns", "DNS", _L5, Paper(1.27, 0.9, None, 1.36, 4.7e4), surgery),
     Row("lenet5/lobs", "L-OBS", _L5, Paper(1.27, 7, 3.21, 1.27, 740), once("lobs", "paper", 740)),
-    Row("lenet5/lobs-iterative", "L-OBS (iterative)", _L5, Paper(1.27, 0.9, 2.04, 1.66, 841), staged((400, 441))),
+    Row(
+        "lenet5/lobs-iterative",
+        "L-OBS (iterative)",
+        _L5,
+        Paper(1.27, 0.9, 2.04, 1.66, 841),
+        staged((400, 441)),
+    ),
     Row("lenet5/exact", "exact, the paper's CRs", _L5, None, once("exact", "paper", 0)),
     Row("lenet5/exact-light", "exact, light retraining", _L5, None, once("exact", "paper", 740)),
     Row("lenet5/default", "default, 7 %", _L5, None, once(None, 0.07, 0)),
-    Row("lenet5/by-layer", "default, 7 %, each layer by itself", _L5, None, once(None, 0.07, 0, compensate="layers")),
+    Row(
+        "lenet5/by-layer",
+        "default, 7 %, each layer by itself",
+        _L5,
+        None,
+        once(None, 0.07, 0, refit="layers"),
+    ),
     Row("lenet5/default-light", "default, 7 %, light retraining", _L5, None, once(None, 0.07, 740)),
     Row("lenet5/default-0.9", "default, 0.9 %", _L5, None, once(None, 0.009, 0)),
-    Row("lenet5/ours-0.9", "shared budget, 0.9 %, one stage", _L5, None, staged((841,), keep=0.009)),
-    Row("lenet5/ours-staged-0.9", "shared budget, 0.9 %, stages", _L5, None, staged((84,) * 6 + (337,), keep=0.009)),
-    Row("lenet5/ours-long-0.5", "shared budget, 0.5 %, stages, 10,000", _L5, None, staged((1000,) * 6 + (4000,), keep=0.005)),
-    Row("lenet5/ours-long-0.3", "shared budget, 0.3 %, stages, 10,000", _L5, None, staged((1000,) * 6 + (4000,), keep=0.003)),
+    Row(
+        "lenet5/ours-0.9", "shared budget, 0.9 %, one stage", _L5, None, staged((841,), keep=0.009)
+    ),
+    Row(
+        "lenet5/ours-staged-0.9",
+        "shared budget, 0.9 %, stages",
+        _L5,
+        None,
+        staged((84,) * 6 + (337,), keep=0.009),
+    ),
+    Row(
+        "lenet5/ours-long-0.5",
+        "shared budget, 0.5 %, stages, 10,000",
+        _L5,
+        None,
+        staged((1000,) * 6 + (4000,), keep=0.005),
+    ),
+    Row(
+        "lenet5/ours-long-0.3",
+        "shared budget, 0.3 %, stages, 10,000",
+        _L5,
+        None,
+        staged((1000,) * 6 + (4000,), keep=0.003),
+    ),
     Row("cifarnet/lwc", "LWC", _CN, Paper(18.57, 9, 87.65, 19.36, 1.62e5), baseline("magnitude")),
-    Row("cifarnet/lobs", "L-OBS", _CN, Paper(18.57, 9, 21.32, 18.76, 1020), once("lobs", "han", 1020)),
+    Row(
+        "cifarnet/lobs",
+        "L-OBS",
+        _CN,
+        Paper(18.57, 9, 21.32, 18.76, 1020),
+        once("lobs", "han", 1020),
+    ),
     Row("cifarnet/exact", "exact, 9 % of every layer", _CN, None, once("exact", "han", 0)),
     Row("cifarnet/default", "default, 9 %", _CN, None, once(None, 0.09, 0)),
-    Row("cifarnet/default-light", "default, 9 %, light retraining", _CN, None, once(None, 0.09, 1020)),
-    Row("cifarnet-wide/lwc", "LWC", _CW, Paper(18.57, 9, 87.65, 19.36, 1.62e5), baseline("magnitude")),
-    Row("cifarnet-wide/lobs", "L-OBS", _CW, Paper(18.57, 9, 21.32, 18.76, 1020), once("lobs", "paper", 1020)),
-    Row("cifarnet-wide/lobs-shared", "L-OBS, 9 % shared out as by default", _CW, None, once("lobs", 0.09, 0)),
-    Row("cifarnet-wide/exact", "exact, as much of each layer as L-OBS", _CW, None, once("exact", "paper", 0)),
+    Row(
+        "cifarnet/default-light",
+        "default, 9 %, light retraining",
+        _CN,
+        None,
+        once(None, 0.09, 1020),
+    ),
+    Row(
+        "cifarnet-wide/lwc",
+        "LWC",
+        _CW,
+        Paper(18.57, 9, 87.65, 19.36, 1.62e5),
+        baseline("magnitude"),
+    ),
+    Row(
+        "cifarnet-wide/lobs",
+        "L-OBS",
+        _CW,
+        Paper(18.57, 9, 21.32, 18.76, 1020),
+        once("lobs", "paper", 1020),
+    ),
+    Row(
+        "cifarnet-wide/lobs-shared",
+        "L-OBS, 9 % shared out as by default",
+        _CW,
+        None,
+        once("lobs", 0.09, 0),
+    ),
+    Row(
+        "cifarnet-wide/exact",
+        "exact, as much of each layer as L-OBS",
+        _CW,
+        None,
+        once("exact", "paper", 0),
+    ),
     Row("cifarnet-wide/default", "default, 9 %", _CW, None, once(None, 0.09, 0)),
-    Row("cifarnet-wide/default-light", "default, 9 %, light retraining", _CW, None, once(None, 0.09, 1020)),
+    Row(
+        "cifarnet-wide/default-light",
+        "default, 9 %, light retraining",
+        _CW,
+        None,
+        once(None, 0.09, 1020),
+    ),
 ]
 
 

@@ -1,6 +1,7 @@
 """Table 2: Net-Trim and L-OBS on the second layer of LeNet-300-100 alone, without retraining; and the memory figure.
 
-Both see the first 2,000 training images, because each of Net-Trim's steps costs a product with all samples.
+Both see the first 2,000 training images, because each of Net-Trim's steps costs a product with all
+samples.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
-from lobs import Problem, collect, solve
+from lobs import Problem, collect_moments, solve
 from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
 from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
@@ -43,9 +44,15 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
                 "paper_error": error,
                 "paper_kept_percent": None if xi is None else kept,
             }
-            done.append(lab.result(name, lambda m=method, k=kept, p=paper: {**p, **line(lab, m, k)}, command))
+            done.append(
+                lab.result(
+                    name, lambda m=method, k=kept, p=paper: {**p, **line(lab, m, k)}, command
+                )
+            )
     if "table2/memory" in rows:
-        done.append(lab.result("table2/memory", memory, "lobs reproduce table2 --rows table2/memory"))
+        done.append(
+            lab.result("table2/memory", memory, "lobs reproduce table2 --rows table2/memory")
+        )
         _draw(lab, done[-1])
     return done
 
@@ -53,7 +60,11 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
 def line(lab: Lab, method: str, kept: float) -> dict[str, Any]:
     """Relative error of the layer's ReLU outputs, its square, and the test error with the other layers dense."""
     who, problem, inputs = _fc2(lab)
-    weight = _net_trim(lab, problem, inputs, kept) if method == "nettrim" else solve(problem, method, 1 - kept / 100).weight[0]
+    weight = (
+        _net_trim(lab, problem, inputs, kept)
+        if method == "nettrim"
+        else solve(problem, method, 1 - kept / 100).weight[0]
+    )
     wanted, got = ((w.double() @ inputs).clamp_min(0) for w in (problem.weight[0], weight))
     xi = float((got - wanted).norm() / wanted.norm())
     nonzero = int((weight[:, :-1] != 0).sum())
@@ -73,7 +84,7 @@ def _fc2(lab: Lab) -> tuple[Subject, Problem, Tensor]:
     with torch.no_grad():
         hidden = torch.relu(who.model.fc1(images.flatten(1)))
     layer = find_layers(who.model, "fc2")[0]
-    moments = collect(who.model, [images], ["fc2"])["fc2"]
+    moments = collect_moments(who.model, [images], ["fc2"])["fc2"]
     inputs = torch.cat([hidden, torch.ones(len(hidden), 1)], dim=1).T.double()
     return who, layer_problem(layer, layer.matrix(), moments), inputs
 
@@ -84,7 +95,9 @@ def _net_trim(lab: Lab, problem: Problem, inputs: Tensor, kept: float) -> Tensor
     best = problem.weight[0]
     for _ in range(lab.few(7, 3)):
         middle = (low + high) / 2
-        best = net_trim(problem.weight[0], inputs, middle, bias_column=True, iterations=lab.few(600, 60)).weight
+        best = net_trim(
+            problem.weight[0], inputs, middle, bias_column=True, iterations=lab.few(600, 60)
+        ).weight
         share = 100 * int((best[:, :-1] != 0).sum()) / problem.prunable
         low, high = (middle, high) if share > kept else (low, middle)
     return best
@@ -106,7 +119,9 @@ def memory() -> dict[str, Any]:
     return {
         "samples": samples,
         "nettrim_gigabytes": [quadratic_form_bytes(n, 300, 100) / 1e9 for n in samples],
-        "nettrim_sparse_gigabytes": [quadratic_form_bytes(n, 300, 100, bytes_each=12) / 1e9 for n in samples],
+        "nettrim_sparse_gigabytes": [
+            quadratic_form_bytes(n, 300, 100, bytes_each=12) / 1e9 for n in samples
+        ],
         "lobs_gigabytes": [moment_bytes(301) / 1e9 for _ in samples],
         "paper_gigabytes_at_1000": 65.7,
     }
@@ -115,8 +130,13 @@ def memory() -> dict[str, Any]:
 def _draw(lab: Lab, found: dict[str, Any]) -> None:
     curves = {
         "Net-Trim's Q, 8 bytes an entry": (found["samples"], found["nettrim_gigabytes"]),
-        "Net-Trim's Q, with indices (12 bytes)": (found["samples"], found["nettrim_sparse_gigabytes"]),
+        "Net-Trim's Q, with indices (12 bytes)": (
+            found["samples"],
+            found["nettrim_sparse_gigabytes"],
+        ),
         "L-OBS: Ψ and its inverse": (found["samples"], found["lobs_gigabytes"]),
     }
     title = "Memory, second layer of LeNet-300-100"
-    pictures.lines(lab.picture("memory"), curves, title=title, x="samples", y="gigabytes", yscale="log")
+    pictures.lines(
+        lab.picture("memory"), curves, title=title, x="samples", y="gigabytes", yscale="log"
+    )

@@ -1,6 +1,7 @@
 """How the settings of light retraining were chosen: on a network that has never seen 5,000 of the training images, by its error on them.
 
-The test set is not read. Rows: rates for L-OBS at the paper's fractions, 510 iterations; then rates and stages for 1.5 % kept in 643.
+The test set is not read. Rows: rates for L-OBS at the paper's fractions, 510 iterations; then rates
+and stages for 1.5 % kept in 643.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lobs import Sparsity, zoo
 from lobs.zoo.datasets import mnist
 from lobs.zoo.datasets.labelled import LabelledImages
 from lobs.training.retrain import distillation, retrain
-from lobs.training.staged import Stage, iterate
+from lobs.training.staged import Stage, prune_in_stages
 from lobs.zoo.training import train
 
 RATES = (1e-3, 2e-3, 5e-3)
@@ -30,7 +31,9 @@ PLANS: dict[str, tuple[tuple[float, int], ...]] = {
 
 def names() -> list[str]:
     """Rates first, then plans."""
-    return [f"tuning/rate-{rate:g}" for rate in RATES] + [f"tuning/{plan}-{rate:g}" for plan in PLANS for rate in (2e-3, 5e-3)]
+    return [f"tuning/rate-{rate:g}" for rate in RATES] + [
+        f"tuning/{plan}-{rate:g}" for plan in PLANS for rate in (2e-3, 5e-3)
+    ]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
@@ -38,7 +41,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     done = []
     for name in rows:
         command = f"lobs reproduce tuning --rows {name}" + (" --quick" if lab.quick else "")
-        done.append(lab.result(name, lambda name=name: row(lab, name.removeprefix("tuning/")), command))
+        done.append(
+            lab.result(name, lambda name=name: row(lab, name.removeprefix("tuning/")), command)
+        )
     return done
 
 
@@ -58,7 +63,11 @@ def _network(quick: bool) -> Subject:
 def row(lab: Lab, name: str) -> dict[str, Any]:
     """Error on the images kept back, before and after."""
     who = _network(lab.quick)
-    plan, _, rate = name.partition("-") if name.startswith("rate") else (*name.rsplit("-", 1)[:1], "", name.rsplit("-", 1)[1])
+    plan, _, rate = (
+        name.partition("-")
+        if name.startswith("rate")
+        else (*name.rsplit("-", 1)[:1], "", name.rsplit("-", 1)[1])
+    )
     settings: dict[str, Any] = {
         "optimizer": lambda parameters: torch.optim.Adam(parameters, float(rate)), "decay": "cosine", "teacher": who.model,
         "loss": distillation(2.0), "seed": lab.seed, "every": 10**6, "progress": False,
@@ -67,16 +76,31 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
     if plan == "rate":
         kept = zoo.entry("lenet300").paper_kept
         target = Sparsity({layer: 1 - share for layer, share in kept.items()})
-        cut = lobs.prune(who.model, calibration, target, solver="lobs", inputs="dense", progress=False)
-        done = retrain(cut.model, cut.masks, data, iterations=lab.few(510, 5), evaluate=who.error, **settings)
+        cut = lobs.prune(
+            who.model, calibration, target, solver="lobs", inputs="dense", progress=False
+        )
+        done = retrain(
+            cut.model, cut.masks, data, iterations=lab.few(510, 5), evaluate=who.error, **settings
+        )
         return {
             "dense": who.error(who.model),
             "pruned": done.history[0][1],
             "retrained": done.error,
             "iterations": done.iterations,
         }
-    stages = [Stage(Sparsity(1 - 0.015 * share, scope="network"), lab.few(n, 2)) for share, n in PLANS[plan]]
-    staged = iterate(who.model, calibration, data, stages, evaluate=who.error, retraining=settings, progress=False)
+    stages = [
+        Stage(Sparsity(1 - 0.015 * share, scope="network"), lab.few(n, 2))
+        for share, n in PLANS[plan]
+    ]
+    staged = prune_in_stages(
+        who.model,
+        calibration,
+        data,
+        stages,
+        evaluate=who.error,
+        retraining=settings,
+        progress=False,
+    )
     last = staged.stages[-1]
     return {
         "dense": who.error(who.model),

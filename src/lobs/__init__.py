@@ -1,121 +1,72 @@
 """`lobs` makes trained neural networks small without spoiling them.
 
-Give it a trained PyTorch network, a few hundred unlabelled inputs and a target; it returns the network with exactly that
-many weights gone, the rest moved to compensate, and a proof of how far the output can have shifted.
+Give it a trained PyTorch network, a few hundred unlabelled inputs and a target. It returns the
+network with exactly that many weights removed and the others moved to compensate.
 
     import lobs
-    result = lobs.prune(model, batches, lobs.Sparsity(0.93))
+    result = lobs.prune(model, batches, keep=0.07)
     print(result.summary())
     result.save("pruned.safetensors")
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from lobs._system.lazy import lazy_names
 
-# Names are imported on first use, so that `lobs --help` need not wait for torch.
+__version__ = "0.2.0"
+
+# Public name → its module. Names are imported on first use, so `lobs --help` need not import torch.
 _HOMES = {
-    # prune a network
     "prune": "lobs.pruning.api",
     "forecast": "lobs.pruning.api",
-    "Forecast": "lobs.pruning.forecast",
-    "Pruning": "lobs.pruning.result",
-    "Account": "lobs.pruning.result",
+    "PruningResult": "lobs.pruning.result",
     "LayerResult": "lobs.pruning.result",
-    "Outlook": "lobs.pruning.preview",
-    # say what you want
+    "Numerics": "lobs.pruning.options",
+    "Execution": "lobs.pruning.options",
     "Sparsity": "lobs.targets",
     "ErrorBudget": "lobs.targets",
     "Budget": "lobs.targets",
     "NByM": "lobs.targets",
     "Block": "lobs.targets",
     "Structured": "lobs.targets",
-    # one layer, bare tensors
     "Problem": "lobs.solvers.problem",
-    "Solution": "lobs.solvers.solution",
     "Solver": "lobs.solvers.problem",
+    "Solution": "lobs.solvers.solution",
     "solve": "lobs.solvers",
     "SOLVERS": "lobs.solvers",
     "LOBS": "lobs.solvers",
-    "Exact": "lobs.solvers",
+    "GreedyOBS": "lobs.solvers",
     "Scored": "lobs.solvers",
     "Refine": "lobs.solvers",
     "ADMM": "lobs.solvers",
-    "Columns": "lobs.solvers",
+    "ColumnSweep": "lobs.solvers",
     "Auto": "lobs.solvers",
-    # what reaches each layer
-    "collect": "lobs.calibration.collect",
-    "Calibration": "lobs.calibration.collect",
-    # make it really smaller
+    "collect_moments": "lobs.calibration.collect",
     "shrink": "lobs.deploy.shrink",
-    "Shrinkage": "lobs.deploy.shrink",
-    # files
-    "save": "lobs.storage.checkpoint",
-    "save_compact": "lobs.storage.checkpoint",
-    "load": "lobs.storage.checkpoint",
-    "Checkpoint": "lobs.storage.checkpoint",
-    # zeros that stay
-    "hold": "lobs.training.hold",
-    "Hold": "lobs.training.hold",
-    "apply_masks": "lobs.training.hold",
-    "lightning_callback": "lobs.training.callbacks",
-    "trainer_callback": "lobs.training.callbacks",
-    "merge_lora": "lobs.training.lora",
-    "merge_adapters": "lobs.training.lora",
-    # other programs
-    "export_onnx": "lobs.deploy.export",
-    "export_program": "lobs.deploy.export",
-    "to_semi_structured": "lobs.deploy.export",
-    "from_torch_prune": "lobs.deploy.export",
-    "to_torch_prune": "lobs.deploy.export",
-    # speed
     "accelerate": "lobs.deploy.accelerate",
-    "Acceleration": "lobs.deploy.accelerate",
-    # train on
+    "export_onnx": "lobs.deploy.export",
+    "save": "lobs.storage.checkpoint",
+    "load": "lobs.storage.checkpoint",
+    "hold": "lobs.training.hold",
     "retrain": "lobs.training.retrain",
-    "Retraining": "lobs.training.retrain",
-    "Shuffled": "lobs.training.retrain",
-    "distillation": "lobs.training.retrain",
-    "sgd": "lobs.training.retrain",
-    "iterate": "lobs.training.staged",
-    "Stage": "lobs.training.staged",
-    "Surgery": "experiments.dong2017.surgery",
-    "operate": "experiments.dong2017.surgery",
-    # trust
+    "prune_in_stages": "lobs.training.staged",
     "Certificate": "lobs.certificate.bound",
     "certify": "lobs.certificate.certify",
-    "verify_masks": "lobs.certificate.verify",
-    "verify_errors": "lobs.certificate.verify",
     "LobsError": "lobs.errors",
     "NumericalWarning": "lobs.errors",
 }
-
-_ROOMS = (
-    "bounds",
-    "calibrate",
-    "checkpoint",
-    "compact",
-    "curvature",
-    "export",
-    "holding",
-    "kernels",
+_PACKAGES = (
+    "calibration",
+    "certificate",
+    "deploy",
     "layers",
-    "ledger",
-    "linalg",
-    "masks",
-    "outlook",
+    "pruning",
     "report",
-    "retraining",
-    "runtime",
-    "scores",
-    "shrinking",
     "solvers",
-    "stages",
-    "statistics",
-    "surgery",
+    "storage",
+    "training",
     "zoo",
 )
 
@@ -123,102 +74,74 @@ __all__ = [
     "ADMM",
     "LOBS",
     "SOLVERS",
-    "Acceleration",
-    "Account",
     "Auto",
     "Block",
     "Budget",
-    "Calibration",
     "Certificate",
-    "Checkpoint",
-    "Columns",
+    "ColumnSweep",
     "ErrorBudget",
-    "Exact",
-    "Forecast",
-    "Hold",
+    "Execution",
+    "GreedyOBS",
     "LayerResult",
     "LobsError",
     "NByM",
     "NumericalWarning",
-    "Outlook",
+    "Numerics",
     "Problem",
-    "Pruning",
+    "PruningResult",
     "Refine",
-    "Retraining",
     "Scored",
-    "Shrinkage",
-    "Shuffled",
     "Solution",
     "Solver",
     "Sparsity",
-    "Stage",
     "Structured",
-    "Surgery",
     "__version__",
     "accelerate",
-    "apply_masks",
     "certify",
-    "collect",
-    "distillation",
+    "collect_moments",
     "export_onnx",
-    "export_program",
     "forecast",
-    "from_torch_prune",
     "hold",
-    "iterate",
-    "lightning_callback",
     "load",
-    "merge_adapters",
-    "merge_lora",
-    "operate",
     "prune",
+    "prune_in_stages",
     "retrain",
     "save",
-    "save_compact",
-    "sgd",
     "shrink",
     "solve",
-    "to_semi_structured",
-    "to_torch_prune",
-    "trainer_callback",
-    "verify_errors",
-    "verify_masks",
 ]
 
 if TYPE_CHECKING:
-    from lobs.training.lora import merge_adapters, merge_lora
-    from lobs.certificate.certify import certify
-    from lobs.calibration.collect import Calibration, collect
-    from lobs.training.callbacks import lightning_callback, trainer_callback
-    from lobs.storage.checkpoint import Checkpoint, load, save, save_compact
-    from lobs.errors import LobsError, NumericalWarning
-    from lobs.deploy.export import export_onnx, export_program, from_torch_prune, to_semi_structured, to_torch_prune
-    from lobs.pruning.forecast import Forecast
-    from lobs.training.hold import Hold, apply_masks, hold
+    from lobs.calibration.collect import collect_moments
     from lobs.certificate.bound import Certificate
-    from lobs.pruning.preview import Outlook
+    from lobs.certificate.certify import certify
+    from lobs.deploy.accelerate import accelerate
+    from lobs.deploy.export import export_onnx
+    from lobs.deploy.shrink import shrink
+    from lobs.errors import LobsError, NumericalWarning
     from lobs.pruning.api import forecast, prune
+    from lobs.pruning.options import Execution, Numerics
+    from lobs.pruning.result import LayerResult, PruningResult
+    from lobs.solvers import (
+        ADMM,
+        LOBS,
+        SOLVERS,
+        Auto,
+        ColumnSweep,
+        GreedyOBS,
+        Refine,
+        Scored,
+        solve,
+    )
     from lobs.solvers.problem import Problem, Solver
-    from lobs.pruning.result import Account, LayerResult, Pruning
-    from lobs.training.retrain import Retraining, Shuffled, distillation, retrain, sgd
-    from lobs.deploy.accelerate import Acceleration, accelerate
-    from lobs.deploy.shrink import Shrinkage, shrink
     from lobs.solvers.solution import Solution
-    from lobs.solvers import ADMM, LOBS, SOLVERS, Auto, Columns, Exact, Refine, Scored, solve
-    from lobs.training.staged import Stage, iterate
-    from experiments.dong2017.surgery import Surgery, operate
+    from lobs.storage.checkpoint import load, save
     from lobs.targets import Block, Budget, ErrorBudget, NByM, Sparsity, Structured
-    from lobs.certificate.verify import verify_errors, verify_masks
+    from lobs.training.hold import hold
+    from lobs.training.retrain import retrain
+    from lobs.training.staged import prune_in_stages
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-    if name in _ROOMS:
-        return import_module(f"lobs.{name}")
-    raise AttributeError(f"module 'lobs' has no attribute '{name}'")
+__getattr__, _ = lazy_names(__name__, _HOMES | {name: f"lobs.{name}" for name in _PACKAGES})
 
 
 def __dir__() -> list[str]:

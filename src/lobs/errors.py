@@ -33,7 +33,7 @@ class SolverError(LobsError, ValueError):
     """An unknown solver, or one whose needs the problem does not meet."""
 
 
-class CrewError(LobsError):
+class ProcessGroupError(LobsError):
     """Processes that share a job and have lost each other."""
 
 
@@ -77,8 +77,8 @@ def saying_once() -> Iterator[None]:
 def caution(message: str, matter: str | None = None) -> None:
     """Give a `NumericalWarning` the place where the user's code called `lobs`; a line of ours would say nothing to them.
 
-    Counted frames would not find it: between two of ours there may be frames of torch's or of the standard library's. What is
-    said of a `matter` is said once where `saying_once`.
+    Counted frames would not find it: between two of ours there may be frames of torch's or of the
+    standard library's. What is said of a `matter` is said once where `saying_once`.
     """
     said = _said.get()
     if said is not None and matter is not None:
@@ -91,7 +91,14 @@ def caution(message: str, matter: str | None = None) -> None:
         frame = frame.f_back
         place = frame if ours else place
     scope = place.f_globals
-    registry = scope.setdefault("__warningregistry__", {})  # where Python keeps what has been said here
+    registry = scope.setdefault(
+        "__warningregistry__", {}
+    )  # where Python keeps what has been said here
     warnings.warn_explicit(
-        message, NumericalWarning, place.f_code.co_filename, place.f_lineno, str(scope.get("__name__")), registry
+        message,
+        NumericalWarning,
+        place.f_code.co_filename,
+        place.f_lineno,
+        str(scope.get("__name__")),
+        registry,
     )

@@ -18,10 +18,11 @@ T = TypeVar("T")
 class Sparsity:
     """Remove this fraction of a layer's weights: one number for every layer, or a mapping of layer names or globs.
 
-    The count is exact: ⌊fraction · n + ½⌋ weights go, whatever the ties. With a mapping layers that no key matches stay
-    dense; an exact name beats a glob, and among globs the first that matches wins. One number is a fraction of all layers
-    together, and each gives what costs the network's output least (`allocate`); with `scope="layer"` every layer gives that
-    fraction. `keep_at_least` and `keep_at_most` limit the kept fraction of layers by name or glob in a network-wide budget.
+    The count is exact: ⌊fraction · n + ½⌋ weights go, whatever the ties. With a mapping layers that
+    no key matches stay dense; an exact name beats a glob, and among globs the first that matches
+    wins. One number is a fraction of all layers together, and each gives what costs the network's
+    output least (`allocate`); with `scope="layer"` every layer gives that fraction. `keep_at_least`
+    and `keep_at_most` limit the kept fraction of layers by name or glob in a network-wide budget.
 
     >>> Sparsity(0.93).count(1000)
     930
@@ -36,13 +37,18 @@ class Sparsity:
 
     def __post_init__(self) -> None:
         if self.scope is None:
-            object.__setattr__(self, "scope", "layer" if isinstance(self.fraction, Mapping) else "network")
+            object.__setattr__(
+                self, "scope", "layer" if isinstance(self.fraction, Mapping) else "network"
+            )
         if self.scope not in ("layer", "network"):
             raise TargetError(f"scope is '{self.scope}': use 'layer' or 'network'.")
         if self.scope == "network" and isinstance(self.fraction, Mapping):
             raise TargetError("a network-wide Sparsity takes one number, not a mapping of layers.")
         if self.scope == "layer" and (self.keep_at_least or self.keep_at_most):
-            raise TargetError("keep_at_least and keep_at_most go with a network-wide budget; give each layer its own fraction.")
+            raise TargetError(
+                "keep_at_least and keep_at_most go with a network-wide budget; give each layer its "
+                "own fraction."
+            )
         _check_limits(self.keep_at_least, self.keep_at_most)
         _check_fractions(self.fraction, "Sparsity")
 
@@ -55,7 +61,8 @@ class Sparsity:
 class ErrorBudget:
     """Remove as many weights as keep the layer's error √E at or below ε (or, relative, ε times its output's norm).
 
-    √E = (1/√n)‖ΔZ‖_F is the root mean square change of the layer's output vector. ε may be a mapping like `Sparsity`'s.
+    √E = (1/√n)‖ΔZ‖_F is the root mean square change of the layer's output vector. ε may be a
+    mapping like `Sparsity`'s.
     """
 
     epsilon: float | Mapping[str, float]
@@ -64,12 +71,16 @@ class ErrorBudget:
     def __post_init__(self) -> None:
         for where, value in _entries(self.epsilon):
             if not (value >= 0.0 and math.isfinite(value)):
-                raise TargetError(f"ErrorBudget{where} is {value:g}: ε must be finite and not negative.")
+                raise TargetError(
+                    f"ErrorBudget{where} is {value:g}: ε must be finite and not negative."
+                )
 
     def limit(self, energy: float) -> float:
         """The largest error E allowed for a layer whose mean squared output is `energy`."""
         epsilon = _single(self.epsilon, "ErrorBudget")
-        return epsilon * epsilon * (energy if self.relative else 1.0)  # a power would overflow with an exception
+        return (
+            epsilon * epsilon * (energy if self.relative else 1.0)
+        )  # a power would overflow with an exception
 
 
 @dataclass(frozen=True)
@@ -78,10 +89,12 @@ class Budget:
 
     Args:
         parameters: how many weights to keep.
-        bytes: how large the network may be with kept weights in their own type behind a bit mask and all else dense.
-        flops: how many operations one input may cost in the pruned layers, two for every use of a kept weight.
-        max_drop: how far the score of `evaluate` (larger is better) may fall; the fewest weights that stay within it, found
-            by a few trials.
+        bytes: how large the network may be with kept weights in their own type behind a bit mask
+            and all else dense.
+        flops: how many operations one input may cost in the pruned layers, two for every use of a
+            kept weight.
+        drop: how far the score of `evaluate` (larger is better) may fall; the fewest weights that
+            stay within it, found by a few trials.
         keep_at_least: smallest kept fraction of layers, by name or glob.
         keep_at_most: largest kept fraction of layers, by name or glob.
     """
@@ -89,39 +102,56 @@ class Budget:
     parameters: int | None = None
     bytes: int | None = None
     flops: float | None = None
-    max_drop: float | None = None
+    drop: float | None = None
     keep_at_least: Mapping[str, float] = field(default_factory=dict)
     keep_at_most: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wishes = {name: _number(value, f"Budget {name}") for name, value in self._wishes.items() if value is not None}
+        wishes = {
+            name: _number(value, f"Budget {name}")
+            for name, value in self._wishes.items()
+            if value is not None
+        }
         given = [f"{name}={value:g}" for name, value in wishes.items()]
         if len(given) != 1:
             raise TargetError(
-                f"Budget takes exactly one of {', '.join(self._wishes)}; it was given {', '.join(given) or 'none'}."
+                f"Budget takes exactly one of {', '.join(self._wishes)}; it was given "
+                f"{', '.join(given) or 'none'}."
             )
         for name, value in wishes.items():
             if not (value >= 0 and math.isfinite(value)):
-                raise TargetError(f"Budget {name} is {value:g}: it must be finite and not negative.")
+                raise TargetError(
+                    f"Budget {name} is {value:g}: it must be finite and not negative."
+                )
             counted = name in ("parameters", "bytes")
             if counted and value != int(value):
-                raise TargetError(f"Budget {name} is {value:g}: it is a whole number; for a fraction use Sparsity.")
-            object.__setattr__(self, name, int(value) if counted else value)  # plain, whatever kind of number was given
+                raise TargetError(
+                    f"Budget {name} is {value:g}: it is a whole number; for a fraction use "
+                    "Sparsity."
+                )
+            object.__setattr__(
+                self, name, int(value) if counted else value
+            )  # plain, whatever kind of number was given
         _check_limits(self.keep_at_least, self.keep_at_most)
 
     @property
     def _wishes(self) -> dict[str, float | None]:
-        return {"parameters": self.parameters, "bytes": self.bytes, "flops": self.flops, "max_drop": self.max_drop}
+        return {
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "flops": self.flops,
+            "drop": self.drop,
+        }
 
 
 @dataclass(frozen=True)
 class NByM:
     """Keep `n` of every `m` consecutive weights of a row: 2:4, 4:8, 1:4.
 
-    Groups are counted off along the layer's columns, which for a convolution are its flattened kernel (channel, height,
-    width). Hardware kernels for convolutions want groups of input channels at one kernel position instead: that is
-    `along="channels"`. A last group of r < m columns keeps ⌈n·r/m⌉. `n` may be a mapping like `Sparsity`'s; layers that no key
-    matches stay dense.
+    Groups are counted off along the layer's columns, which for a convolution are its flattened
+    kernel (channel, height, width). Hardware kernels for convolutions want groups of input channels
+    at one kernel position instead: that is `along="channels"`. A last group of r < m columns keeps
+    ⌈n·r/m⌉. `n` may be a mapping like `Sparsity`'s; layers that no key matches stay dense.
 
     >>> NByM(2, 4).groups(6)
     [0, 0, 0, 0, 1, 1]
@@ -139,7 +169,10 @@ class NByM:
         for where, n in _entries(self.n):
             whole = isinstance(self.m, Integral) and math.isfinite(n) and n == int(n)
             if not (whole and self.m >= 1 and 0 <= n <= self.m):
-                raise TargetError(f"NByM{where} is {n:g}:{self.m}: it keeps n of every m weights, whole numbers, 0 ≤ n ≤ m.")
+                raise TargetError(
+                    f"NByM{where} is {n:g}:{self.m}: it keeps n of every m weights, whole numbers, "
+                    "0 ≤ n ≤ m."
+                )
 
     def groups(self, columns: int, positions: int = 1) -> list[int]:
         """The group of each column; `positions` columns in a row belong to one input channel."""
@@ -160,8 +193,8 @@ class NByM:
 class Block:
     """Remove whole blocks of the weight matrix, (1, k) or (k, k) or any other (rows, columns).
 
-    The fraction is of blocks: ⌊fraction · blocks + ½⌋ go. Blocks tile the matrix from its first row and column; what is left
-    over at the edges is a smaller block and counts as one.
+    The fraction is of blocks: ⌊fraction · blocks + ½⌋ go. Blocks tile the matrix from its first row
+    and column; what is left over at the edges is a smaller block and counts as one.
     """
 
     fraction: float | Mapping[str, float]
@@ -172,7 +205,8 @@ class Block:
         sides = tuple(self.shape) if isinstance(self.shape, Sequence) else ()
         if len(sides) != 2 or not all(isinstance(k, Integral) and k >= 1 for k in sides):
             raise TargetError(
-                f"Block has shape {self.shape}: give (rows, columns), whole numbers of at least 1, such as (1, 4)."
+                f"Block has shape {self.shape}: give (rows, columns), whole numbers of at least 1, "
+                "such as (1, 4)."
             )
         object.__setattr__(self, "shape", tuple(int(k) for k in sides))
 
@@ -185,10 +219,11 @@ class Block:
 class Structured:
     """Remove whole output units (rows, filters), or whole input channels (all kernel positions of one, from every row).
 
-    The fraction is of units or channels: ⌊fraction · n + ½⌋ go. A removed unit keeps its bias at the best constant;
-    `lobs.shrink` then takes what is gone out of the network. In `prune`, a single number leaves the layer that runs last whole
-    (for units) or the one that runs first (for inputs): those are the network's own outputs and inputs. Name such a layer in
-    a mapping to prune it all the same.
+    The fraction is of units or channels: ⌊fraction · n + ½⌋ go. A removed unit keeps its bias at
+    the best constant; `lobs.shrink` then takes what is gone out of the network. In `prune`, a
+    single number leaves the layer that runs last whole (for units) or the one that runs first (for
+    inputs): those are the network's own outputs and inputs. Name such a layer in a mapping to prune
+    it all the same.
     """
 
     fraction: float | Mapping[str, float]
@@ -210,7 +245,8 @@ class Structured:
         inner = order[1:] if self.what == "inputs" else order[:-1]
         if not inner:
             raise TargetError(
-                f"there is only layer '{order[0]}', whose {self.what} are the network's own. Structured({{'{order[0]}': "
+                f"there is only layer '{order[0]}', whose {self.what} are the network's own. "
+                f"Structured({{'{order[0]}': "
                 f"{self.fraction:g}}}, '{self.what}') removes them all the same."
             )
         return replace(self, fraction=dict.fromkeys(inner, self.fraction))
@@ -226,7 +262,10 @@ def as_target(target: Target | float) -> Target:
         return target
     if isinstance(target, Real) and not isinstance(target, bool):
         return Sparsity(_number(target, "Sparsity"))
-    raise TargetError(f"target {target!r} is not one of ours: use Sparsity, Budget, ErrorBudget, NByM, Block or Structured.")
+    raise TargetError(
+        f"target {target!r} is not one of ours: use Sparsity, Budget, ErrorBudget, NByM, Block or "
+        "Structured."
+    )
 
 
 def for_layer(target: Target, name: str) -> Target | None:
@@ -254,7 +293,10 @@ def check_names(target: Target, names: Iterable[str]) -> None:
         if not isinstance(key, str):
             raise TargetError(f"target names a layer {key!r}: names are strings, such as '{key}'.")
         if not any(key == name or fnmatchcase(name, key) for name in known):
-            raise TargetError(f"target names '{key}', which matches no prunable layer. There are: {', '.join(known)}.")
+            raise TargetError(
+                f"target names '{key}', which matches no prunable layer. There are: "
+                f"{', '.join(known)}."
+            )
 
 
 def _keys(target: Target) -> list[str]:
@@ -280,18 +322,25 @@ def removable(target: Sparsity | Budget, name: str, prunable: int) -> tuple[int,
     fewest = 0 if most is None else prunable - math.floor(most * prunable + 1e-6)
     largest = prunable if least is None else prunable - math.ceil(least * prunable - 1e-6)
     if fewest > largest:
-        raise TargetError(f"layer '{name}': keep_at_least {least:g} is above keep_at_most {most:g}.")
+        raise TargetError(
+            f"layer '{name}': keep_at_least {least:g} is above keep_at_most {most:g}."
+        )
     return fewest, largest
 
 
 def _check_limits(*tables: Mapping[str, float]) -> None:
     for table in tables:
         if not isinstance(table, Mapping):
-            raise TargetError(f"keep_at_least and keep_at_most are mappings of layer names to fractions, not {table!r}.")
+            raise TargetError(
+                "keep_at_least and keep_at_most are mappings of layer names to fractions, not "
+                f"{table!r}."
+            )
         for key, given in table.items():
             value = _number(given, f"the kept fraction for '{key}'")
             if not 0.0 <= value <= 1.0:
-                raise TargetError(f"the kept fraction {value:g} for '{key}' must lie between 0 and 1.")
+                raise TargetError(
+                    f"the kept fraction {value:g} for '{key}' must lie between 0 and 1."
+                )
 
 
 def _lookup(table: Mapping[str, T], name: str) -> T | None:
@@ -303,12 +352,17 @@ def _lookup(table: Mapping[str, T], name: str) -> T | None:
 def _check_fractions(fraction: float | Mapping[str, float], kind: str) -> None:
     for where, value in _entries(fraction):
         if not 0.0 <= value <= 1.0:
-            raise TargetError(f"{kind}{where} is {value:g}: the fraction removed must lie between 0 and 1 (90 % is 0.9).")
+            raise TargetError(
+                f"{kind}{where} is {value:g}: the fraction removed must lie between 0 and 1 (90 % "
+                "is 0.9)."
+            )
 
 
 def _entries(value: float | Mapping[str, float]) -> list[tuple[str, float]]:
     if isinstance(value, Mapping):
-        return [(f" for '{key}'", _number(v, f"the target for '{key}'")) for key, v in value.items()]
+        return [
+            (f" for '{key}'", _number(v, f"the target for '{key}'")) for key, v in value.items()
+        ]
     return [("", _number(value, "the target"))]
 
 
@@ -323,5 +377,7 @@ def _number(value: object, what: str) -> float:
 
 def _single(value: float | Mapping[str, float], kind: str) -> float:
     if isinstance(value, Mapping):
-        raise TargetError(f"{kind} holds a mapping of layer names; a single layer problem needs one number.")
+        raise TargetError(
+            f"{kind} holds a mapping of layer names; a single layer problem needs one number."
+        )
     return float(value)

@@ -49,7 +49,9 @@ def data(sizes=(40, 24, 16)):
 
 def inputs_of(model, name, batches):
     seen = []
-    handle = model.get_submodule(name).register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    handle = model.get_submodule(name).register_forward_pre_hook(
+        lambda m, args: seen.append(args[0])
+    )
     with torch.no_grad():
         for x in batches:
             model(x)
@@ -60,7 +62,9 @@ def inputs_of(model, name, batches):
 def prune(model, batches, fraction=0.5, inputs="dense", **settings):
     """Without compensation, so that what normalisations receive really moves."""
     target = lobs.Sparsity(fraction, scope="layer")
-    return lobs.prune(model, batches, target, solver="magnitude", inputs=inputs, progress=False, **settings)
+    return lobs.prune(
+        model, batches, target, solver="magnitude", inputs=inputs, progress=False, **settings
+    )
 
 
 def pruned_without(model, batches):
@@ -80,7 +84,9 @@ def moved_by_hand(old, dense, pruned):
     """What statistics become, by definition: (mean, var) of the norm, inputs in the dense and in the pruned network."""
     mean, var = old.running_mean.double(), old.running_var.double()
     ratio = ((pruned.var(1) + old.eps) / (dense.var(1) + old.eps)).clamp(0.25, 4)
-    return (mean + pruned.mean(1) - dense.mean(1)).float(), ((var + old.eps) * ratio - old.eps).clamp_min(0).float()
+    return (mean + pruned.mean(1) - dense.mean(1)).float(), (
+        (var + old.eps) * ratio - old.eps
+    ).clamp_min(0).float()
 
 
 def test_a_network_that_lost_nothing_keeps_its_statistics_to_the_bit():
@@ -108,7 +114,9 @@ def test_a_norm_that_is_called_twice_is_compared_call_by_call():
     same = copy.deepcopy(model)
     assert reestimate(same, model, unmeasured(model, same, batches)) is None
     effect = prune(model, batches, 0.1).batch_norm
-    assert effect is not None and effect.after < 1.1 * effect.before  # all calls at once: a thousand times worse
+    assert (
+        effect is not None and effect.after < 1.1 * effect.before
+    )  # all calls at once: a thousand times worse
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e3, 1e5])
@@ -136,7 +144,7 @@ def test_an_evaluate_that_forgets_eval_mode_is_run_in_it_and_leaves_the_network_
         modes.append(net.training)
         return float(-net(x[0]).square().mean())
 
-    found = lobs.prune(model, x, lobs.Budget(max_drop=0.5), evaluate=forgets, progress=False)
+    found = lobs.prune(model, x, lobs.Budget(drop=0.5), evaluate=forgets, progress=False)
     assert not any(modes) and model.training and found.model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -150,12 +158,14 @@ def test_what_evaluate_does_to_a_network_is_in_the_certificate():
         return -float((net[7].weight == 0).float().mean() > 0.6)
 
     x = data()
-    found = lobs.prune(model, x, lobs.Budget(max_drop=0.5), evaluate=trains_a_little, progress=False)
+    found = lobs.prune(model, x, lobs.Budget(drop=0.5), evaluate=trains_a_little, progress=False)
     assert found.certificate.measured == pytest.approx(deviation(model, found.model, x), rel=1e-5)
 
 
 def test_a_channel_without_variance_and_a_norm_without_epsilon_stay_finite():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, eps=0.0), nn.ReLU(), nn.Linear(4, 2)).eval()
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4, eps=0.0), nn.ReLU(), nn.Linear(4, 2)
+    ).eval()
     with torch.no_grad():
         model[0].weight[1] = 0  # a channel that is the same for all inputs
     batches = [torch.randn(20, 4)]
@@ -170,7 +180,9 @@ def test_the_first_norm_moves_by_what_all_samples_say_however_batched():
     model = trained_like(network(), data())
     pruned = pruned_without(model, batches)
     reestimate(pruned, model, unmeasured(model, pruned, batches))
-    mean, var = moved_by_hand(model[1], inputs_of(model, "1", batches), inputs_of(pruned, "1", batches))
+    mean, var = moved_by_hand(
+        model[1], inputs_of(model, "1", batches), inputs_of(pruned, "1", batches)
+    )
     torch.testing.assert_close(pruned[1].running_mean, mean)
     torch.testing.assert_close(pruned[1].running_var, var)
 
@@ -182,7 +194,11 @@ def test_deeper_norms_come_within_a_whisker_of_their_fixed_point():
     reestimate(pruned, model, unmeasured(model, pruned, batches))
     for name in ("4", "8"):
         norm = pruned.get_submodule(name)
-        wanted = moved_by_hand(model.get_submodule(name), inputs_of(model, name, batches), inputs_of(pruned, name, batches))
+        wanted = moved_by_hand(
+            model.get_submodule(name),
+            inputs_of(model, name, batches),
+            inputs_of(pruned, name, batches),
+        )
         torch.testing.assert_close(norm.running_mean, wanted[0], rtol=0.03, atol=0.03)
         torch.testing.assert_close(norm.running_var, wanted[1], rtol=0.05, atol=0.03)
 
@@ -198,10 +214,15 @@ def test_where_the_old_statistics_were_those_of_one_batch_the_new_ones_are_what_
         norm.momentum = 1.0
     with torch.no_grad():
         reference(x)
-    # torch normalises with the biased variance of the batch and keeps the unbiased one: a factor of 63/64 in the last.
+    # torch normalises with the biased variance of the batch and keeps the unbiased one: a factor of
+    # 63/64 in the last.
     for name, norm in find_norms(pruned).items():
-        torch.testing.assert_close(norm.running_mean, reference.get_submodule(name).running_mean, rtol=0.02, atol=0.02)
-        torch.testing.assert_close(norm.running_var, reference.get_submodule(name).running_var, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(
+            norm.running_mean, reference.get_submodule(name).running_mean, rtol=0.02, atol=0.02
+        )
+        torch.testing.assert_close(
+            norm.running_var, reference.get_submodule(name).running_var, rtol=0.05, atol=0.02
+        )
 
 
 class Block(nn.Module):
@@ -209,7 +230,13 @@ class Block(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        parts = [nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.BatchNorm1d(width)]
+        parts = [
+            nn.Linear(width, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.BatchNorm1d(width),
+        ]
         self.inner = nn.Sequential(*parts)
 
     def forward(self, x):
@@ -219,7 +246,9 @@ class Block(nn.Module):
 def test_sixty_norms_one_behind_the_other_do_not_correct_the_same_thing_sixty_times():
     """Statistics are of data louder than what is at hand; norms set all at once, each from its own data, quadrupled it."""
     at_hand = [torch.randn(100, 16) for _ in range(4)]
-    model = trained_like(nn.Sequential(*[Block(16) for _ in range(30)], nn.Linear(16, 4)), [1.2 * x for x in at_hand])
+    model = trained_like(
+        nn.Sequential(*[Block(16) for _ in range(30)], nn.Linear(16, 4)), [1.2 * x for x in at_hand]
+    )
     effect = prune(model, at_hand, 0.05).batch_norm
     assert effect is not None and effect.changed and len(effect.layers) == 60
     assert effect.after < 0.95 * effect.before
@@ -234,7 +263,10 @@ def test_pruning_reestimates_by_default_and_reports_a_smaller_deviation():
     assert effect.after < effect.before
     assert result.certificate.measured == pytest.approx(effect.after)
     assert effect.before == pytest.approx(deviation(model, pruned_without(model, batches), batches))
-    assert "3 batch norms re-estimated" in result.summary() and "re-estimated" in result.settings["batch norm"]
+    assert (
+        "3 batch norms re-estimated" in result.summary()
+        and "re-estimated" in result.settings["batch norm"]
+    )
     assert result.record()["batch_norm"]["after"] == effect.after
     assert result.model[1].num_batches_tracked == model[1].num_batches_tracked
 
@@ -259,11 +291,15 @@ def test_norms_before_the_first_pruned_layer_are_left_alone():
     result = prune(model, batches, layers="7")
     assert result.batch_norm is not None and result.batch_norm.layers == ("8",)
     for name in ("1", "4"):
-        assert torch.equal(model.get_submodule(name).running_var, result.model.get_submodule(name).running_var)
+        assert torch.equal(
+            model.get_submodule(name).running_var, result.model.get_submodule(name).running_var
+        )
 
 
 def test_norms_without_running_statistics_and_networks_without_norms_are_left_alone():
-    plain = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.ReLU(), nn.Linear(5, 2))
+    plain = nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.ReLU(), nn.Linear(5, 2)
+    )
     assert lobs.prune(plain, [torch.randn(30, 6)], 0.5, progress=False).batch_norm is None
 
 

@@ -5,19 +5,21 @@ import torch
 from torch import nn
 from torch.func import hessian
 
-from lobs import LobsError, NumericalWarning, collect, prune
+from lobs import LobsError, NumericalWarning, collect_moments, prune
 from lobs.layers import as_layer
 from lobs.calibration.moments import Moments
 
 
 def cnn():
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 25, 6)).double()
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 25, 6)
+    ).double()
 
 
 def test_twice_the_moment_is_the_hessian_of_the_layer_error():
     linear = nn.Linear(4, 3).double()
     x = torch.randn(20, 4).double()
-    psi = collect(linear, [x])["model"].moment[0]
+    psi = collect_moments(linear, [x])["model"].moment[0]
     y = torch.cat([x, torch.ones(20, 1).double()], dim=1)
     row = torch.randn(5).double()
 
@@ -29,9 +31,11 @@ def test_twice_the_moment_is_the_hessian_of_the_layer_error():
 
 @pytest.mark.parametrize("kind", ["conv", "groups"])
 def test_convolution_moment_is_the_hessian_of_the_running_layer(kind):
-    conv = nn.Conv2d(2, 2, 2, stride=2, padding=1, groups=2 if kind == "groups" else 1, bias=False).double()
+    conv = nn.Conv2d(
+        2, 2, 2, stride=2, padding=1, groups=2 if kind == "groups" else 1, bias=False
+    ).double()
     x = torch.randn(3, 2, 5, 5).double()
-    moments = collect(conv, [x])["model"]
+    moments = collect_moments(conv, [x])["model"]
     dense = conv(x)
 
     def error(weight):
@@ -40,15 +44,17 @@ def test_convolution_moment_is_the_hessian_of_the_running_layer(kind):
 
     full = hessian(error)(conv.weight.detach()).reshape(2, conv.weight[0].numel(), 2, -1)
     for row in range(2):
-        torch.testing.assert_close(full[row, :, row], 2 * moments.moment[row if kind == "groups" else 0])
+        torch.testing.assert_close(
+            full[row, :, row], 2 * moments.moment[row if kind == "groups" else 0]
+        )
         torch.testing.assert_close(full[row, :, 1 - row], torch.zeros_like(full[row, :, row]))
 
 
 def test_batch_split_and_order_do_not_matter():
     model, x = cnn(), torch.randn(24, 2, 5, 5).double()
-    whole = collect(model, [x])
+    whole = collect_moments(model, [x])
     shuffled = x[torch.randperm(24)]
-    parts = collect(model, [shuffled[:1], shuffled[1:10], shuffled[10:]])
+    parts = collect_moments(model, [shuffled[:1], shuffled[1:10], shuffled[10:]])
     for name in whole:
         torch.testing.assert_close(whole[name].moment, parts[name].moment)
         torch.testing.assert_close(whole[name].mean, parts[name].mean)
@@ -59,9 +65,9 @@ def test_batch_split_and_order_do_not_matter():
 def test_grouped_convolution_is_independent_layers():
     conv = nn.Conv2d(4, 6, 3, groups=2)
     x = torch.randn(5, 4, 8, 8)
-    grouped = collect(conv, [x])["model"].moment
+    grouped = collect_moments(conv, [x])["model"].moment
     for g in range(2):
-        alone = collect(nn.Conv2d(2, 3, 3), [x[:, 2 * g : 2 * g + 2]])["model"].moment
+        alone = collect_moments(nn.Conv2d(2, 3, 3), [x[:, 2 * g : 2 * g + 2]])["model"].moment
         torch.testing.assert_close(grouped[g], alone[0])
 
 
@@ -69,7 +75,9 @@ def test_wide_moments_in_block_rows_are_the_plain_product():
     x = torch.randn(300, 517)
     moments = Moments(1, 517, bias=False)
     moments.add(x.unsqueeze(0))
-    torch.testing.assert_close(moments.moment[0], (x.double().T @ x.double()) / 300, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        moments.moment[0], (x.double().T @ x.double()) / 300, rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(moments.moment, moments.moment.mT)
 
 
@@ -92,8 +100,10 @@ def test_batches_come_in_three_forms(form):
             return self.fc(input=x)
 
     x = torch.randn(7, 3)
-    batch = {"tensor": x, "tuple": (x, torch.zeros(7)), "list": [x, "label"], "dict": {"x": x}}[form]
-    calibration = collect(Net(), [batch])
+    batch = {"tensor": x, "tuple": (x, torch.zeros(7)), "list": [x, "label"], "dict": {"x": x}}[
+        form
+    ]
+    calibration = collect_moments(Net(), [batch])
     assert calibration.samples == 7 and calibration["fc"].count == 7
 
 
@@ -110,7 +120,9 @@ def test_a_layer_called_twice_sums_its_calls():
     with torch.no_grad():
         both = torch.cat([x, model.fc(x)])
     expected = both.T.double() @ both.double() / 10
-    torch.testing.assert_close(collect(model, [x])["fc"].moment[0, :3, :3], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        collect_moments(model, [x])["fc"].moment[0, :3, :3], expected, rtol=1e-5, atol=1e-6
+    )
 
 
 class Exploding(nn.Module):
@@ -133,9 +145,11 @@ def test_mode_and_hooks_come_back_even_when_the_model_raises():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     for batches in ([torch.ones(2, 3)], [torch.ones(2, 3), torch.full((2, 3), 1e3)]):
         try:
-            collect(model, batches)
+            collect_moments(model, batches)
         except LobsError as error:
-            assert len(batches) == 2 and "batch of shape (2, 3) raised ValueError: too large" in str(error)
+            assert len(
+                batches
+            ) == 2 and "batch of shape (2, 3) raised ValueError: too large" in str(error)
             assert isinstance(error.__cause__, ValueError)
         assert model.training and model.fc.training and not model.frozen.training
         assert not model.fc._forward_pre_hooks
@@ -146,34 +160,37 @@ def test_gradients_are_not_recorded():
     seen = []
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_forward_hook(lambda m, a, out: seen.append(out.requires_grad))
-    collect(model, [torch.ones(1, 3)])
+    collect_moments(model, [torch.ones(1, 3)])
     assert seen == [False] and len(model[0]._forward_hooks) == 1
 
 
 def test_empty_data_is_an_error():
     with pytest.raises(LobsError, match="no calibration samples"):
-        collect(nn.Linear(2, 2), [])
+        collect_moments(nn.Linear(2, 2), [])
     with pytest.raises(LobsError, match="no calibration samples"):
-        collect(nn.Linear(2, 2), iter([torch.empty(0, 2)]))
+        collect_moments(nn.Linear(2, 2), iter([torch.empty(0, 2)]))
 
 
-@pytest.mark.parametrize("hollow", [False, True])
+@pytest.mark.parametrize("counts_only", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_non_finite_activations_name_layer_and_batch(value, hollow):
+def test_non_finite_activations_name_layer_and_batch(value, counts_only):
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
     bad = torch.ones(2, 3)
     bad[1, 1] = value
     with pytest.raises(LobsError, match="layer '0': NaN or infinite input in batch 1"):
-        collect(model, [torch.ones(2, 3), bad], hollow=hollow)
+        collect_moments(model, [torch.ones(2, 3), bad], counts_only=counts_only)
 
 
 def test_inputs_that_only_their_sum_is_too_much_for_are_counted():
     large = torch.full((4, 3), 3e38)
-    assert collect(nn.Sequential(nn.Linear(3, 2)), [large], hollow=True).count("0") == 4
+    assert (
+        collect_moments(nn.Sequential(nn.Linear(3, 2)), [large], counts_only=True).count("0") == 4
+    )
 
 
 def test_constant_inputs_are_a_second_bias():
-    # A column that never changes is collinear with the constant 1: singular, announced, and deleted for (almost) nothing.
+    # A column that never changes is collinear with the constant 1: singular, announced, and deleted
+    # for (almost) nothing.
     x = torch.randn(200, 5)
     x[:, 2] = 3.0
     with pytest.warns(NumericalWarning, match=r"rank 5 of 6; 200 samples"):
@@ -187,14 +204,14 @@ def test_a_layer_that_data_never_reaches_is_an_error_with_the_remedy():
     model.add_module("head", nn.Identity())
     model.head.unused = nn.Linear(3, 3)
     with pytest.raises(LobsError, match=r"'head.unused' was never reached.*skip=\['head.unused'\]"):
-        collect(model, [torch.ones(1, 3)])
+        collect_moments(model, [torch.ones(1, 3)])
 
 
 def test_a_batch_of_a_strange_type_is_refused():
     with pytest.raises(LobsError, match="cannot feed a batch of type str"):
-        collect(nn.Linear(2, 2), ["hello"])
+        collect_moments(nn.Linear(2, 2), ["hello"])
     with pytest.raises(LobsError, match="empty tuple"):
-        collect(nn.Linear(2, 2), [()])
+        collect_moments(nn.Linear(2, 2), [()])
 
 
 def test_half_precision_activations_are_counted_in_float32():
@@ -203,4 +220,6 @@ def test_half_precision_activations_are_counted_in_float32():
     moments = Moments(1, 3, bias=True)
     x = torch.randn(1, 50, 3, dtype=torch.bfloat16)
     moments.add(x)
-    torch.testing.assert_close(moments.moment[0, :3, :3], (x[0].double().T @ x[0].double()) / 50, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        moments.moment[0, :3, :3], (x[0].double().T @ x[0].double()) / 50, rtol=1e-5, atol=1e-6
+    )

@@ -10,10 +10,18 @@ from lobs.calibration.fisher import fisher_diagonal
 from lobs.layers import find_layers
 
 NETS = {
-    "linear": lambda: (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), torch.randn(40, 5)),
-    "no bias": lambda: (nn.Sequential(nn.Linear(5, 7, bias=False), nn.ReLU(), nn.Linear(7, 3)), torch.randn(40, 5)),
+    "linear": lambda: (
+        nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)),
+        torch.randn(40, 5),
+    ),
+    "no bias": lambda: (
+        nn.Sequential(nn.Linear(5, 7, bias=False), nn.ReLU(), nn.Linear(7, 3)),
+        torch.randn(40, 5),
+    ),
     "conv": lambda: (
-        nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)),
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)
+        ),
         torch.randn(12, 2, 6, 6),
     ),
     "groups": lambda: (
@@ -25,7 +33,9 @@ NETS = {
 
 def naive_fisher(model, x, seed):
     """One sample at a time, by autograd on the parameters themselves, with the same drawn labels."""
-    labels = torch.multinomial(model(x).softmax(1), 1, generator=torch.Generator().manual_seed(seed)).squeeze(1)
+    labels = torch.multinomial(
+        model(x).softmax(1), 1, generator=torch.Generator().manual_seed(seed)
+    ).squeeze(1)
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for one, label in zip(x, labels, strict=True):
         model.zero_grad()
@@ -43,17 +53,23 @@ def test_it_is_the_mean_square_of_one_samples_gradient(kind):
     expected = naive_fisher(model, x, 4)
     for layer in layers:
         weight = expected[f"{layer.name}.weight"].reshape(layer.groups, layer.rows, layer.columns)
-        torch.testing.assert_close(got[layer.name][..., : layer.columns], weight.double(), rtol=1e-4, atol=1e-9)
+        torch.testing.assert_close(
+            got[layer.name][..., : layer.columns], weight.double(), rtol=1e-4, atol=1e-9
+        )
         if layer.bias is not None:
             bias = expected[f"{layer.name}.bias"].reshape(layer.groups, layer.rows)
-            torch.testing.assert_close(got[layer.name][..., -1], bias.double(), rtol=1e-4, atol=1e-9)
+            torch.testing.assert_close(
+                got[layer.name][..., -1], bias.double(), rtol=1e-4, atol=1e-9
+            )
 
 
 def test_drawn_labels_average_to_the_gauss_newton_diagonal():
     model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(20000, 3)
     got = fisher_diagonal(model, [x], find_layers(model))["0"][0, :, :3]
     p = model(x).softmax(1)
-    expected = torch.einsum("nr,nc->rc", p * (1 - p), x**2) / len(x)  # diagonal of (diag p − ppᵀ) ⊗ xxᵀ
+    expected = torch.einsum("nr,nc->rc", p * (1 - p), x**2) / len(
+        x
+    )  # diagonal of (diag p − ppᵀ) ⊗ xxᵀ
     torch.testing.assert_close(got, expected.double(), rtol=0.1, atol=0)
 
 
@@ -62,9 +78,10 @@ def test_pruning_by_it_cuts_what_the_loss_curves_least_for():
     cut = prune(model, [x], Sparsity(0.5), solver="obd-fisher", inputs="dense", progress=False)
     for layer in find_layers(model):
         columns = slice(0, layer.columns)
-        score = (layer.matrix()[0].double() ** 2 * fisher_diagonal(model, [x], [*find_layers(model)])[layer.name][0])[
-            :, columns
-        ]
+        score = (
+            layer.matrix()[0].double() ** 2
+            * fisher_diagonal(model, [x], [*find_layers(model)])[layer.name][0]
+        )[:, columns]
         mask = cut.masks[f"{layer.name}.weight"]
         assert float(score[~mask].max()) <= float(score[mask].min())
         assert torch.equal(
@@ -75,7 +92,9 @@ def test_pruning_by_it_cuts_what_the_loss_curves_least_for():
 def test_mistakes_are_named():
     with pytest.raises(LobsError, match="needs a classifier"):
         fisher_diagonal(
-            nn.Sequential(nn.Conv2d(1, 2, 1)), [torch.randn(1, 1, 2, 2)], find_layers(nn.Sequential(nn.Conv2d(1, 2, 1)))
+            nn.Sequential(nn.Conv2d(1, 2, 1)),
+            [torch.randn(1, 1, 2, 2)],
+            find_layers(nn.Sequential(nn.Conv2d(1, 2, 1))),
         )
 
 

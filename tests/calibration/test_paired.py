@@ -9,14 +9,18 @@ from torch import nn
 import lobs
 from lobs.calibration import paired
 from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
-from lobs.calibration.collect import collect
+from lobs.calibration.collect import collect_moments
 from lobs.layers import find_layers
 
 
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4 * 16, 5)
+        self.a, self.b, self.c = (
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Linear(4 * 16, 5),
+        )
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x):
@@ -47,7 +51,7 @@ def images():
 
 
 def pairs(dense, pruned):
-    order = list(collect(dense, images()))
+    order = list(collect_moments(dense, images()))
     before, after = ({x.name: x for x in find_layers(m)} for m in (dense, pruned))
     return [(before[name], after[name]) for name in order]
 
@@ -63,7 +67,7 @@ def test_every_layer_sees_the_pruned_layers_before_it(kind):
     names = []
     for layer, moments in paired.walk(dense, pruned, images(), pairs(dense, pruned)):
         (twin,) = find_layers(replay, layer.name)
-        expected = collect(replay, images(), [twin])[layer.name]
+        expected = collect_moments(replay, images(), [twin])[layer.name]
         torch.testing.assert_close(moments.pruned.moment, expected.moment, rtol=1e-5, atol=1e-6)
         spoil(layer)
         spoil(twin)
@@ -80,7 +84,9 @@ def test_traced_and_rerun_streams_agree():
         pruned = copy.deepcopy(model)
         found = {}
         for layer, moments in paired.walk(model, pruned, images(), pairs(model, pruned)):
-            found[layer.name] = moments.missed(torch.eye(layer.columns).expand(layer.groups, -1, -1))
+            found[layer.name] = moments.missed(
+                torch.eye(layer.columns).expand(layer.groups, -1, -1)
+            )
             spoil(layer)
         seen.append(found)
     for name in seen[0]:
@@ -94,15 +100,22 @@ def test_activations_on_disk_give_the_same(monkeypatch):
     monkeypatch.setattr("lobs.calibration.paired._IN_MEMORY", 0)
     monkeypatch.setattr("lobs.calibration.paired._WORTH_A_FILE", 0)
     on_disk = lobs.prune(model, images(), 0.5, progress=False)
-    assert all(torch.equal(a, b) for a, b in zip(in_memory.masks.values(), on_disk.masks.values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(in_memory.masks.values(), on_disk.masks.values(), strict=True)
+    )
 
 
 def test_the_users_batches_are_not_written_into():
-    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.ReLU(inplace=True), nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
+    )
     x = torch.randn(50, 6)
     kept = x.clone()
     pruned = copy.deepcopy(model)
-    for _ in paired.walk(model, pruned, [x], list(zip(find_layers(model), find_layers(pruned), strict=True))):
+    for _ in paired.walk(
+        model, pruned, [x], list(zip(find_layers(model), find_layers(pruned), strict=True))
+    ):
         pass
     assert torch.equal(x, kept)
 
@@ -111,10 +124,14 @@ def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
     monkeypatch.setattr("lobs.calibration.layer_problem._TETHER", 1e-9)
     layer = find_layers(nn.Sequential(nn.Linear(5, 3)).double())[0]
     x = torch.randn(300, 5, dtype=torch.float64)
-    x_hat = x @ torch.randn(5, 5, dtype=torch.float64) + 0.3 * torch.randn(300, 5, dtype=torch.float64)
+    x_hat = x @ torch.randn(5, 5, dtype=torch.float64) + 0.3 * torch.randn(
+        300, 5, dtype=torch.float64
+    )
     moments = paired.PairedMoments(layer)
     moments.add(layer, x, x_hat)
-    problem = asymmetric_problem(layer_problem(layer, layer.matrix(), moments.pruned), moments.missed(layer.matrix()))
+    problem = asymmetric_problem(
+        layer_problem(layer, layer.matrix(), moments.pruned), moments.missed(layer.matrix())
+    )
     ones = torch.ones(300, 1, dtype=torch.float64)
     wanted = layer.module(x).detach()
     expected = torch.linalg.lstsq(torch.cat([x_hat, ones], 1), wanted).solution.mT
@@ -123,8 +140,13 @@ def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
 
 def test_how_far_two_streams_are_apart_is_the_same_whether_weighed_at_once_or_in_the_end():
     torch.manual_seed(0)
-    narrow, wide = (find_layers(nn.Conv2d(6, rows, 3, padding=1, groups=2, bias=False))[0] for rows in (4, 60))
-    wide.module.weight.data[:2], wide.module.weight.data[30:32] = narrow.module.weight.data[:2], narrow.module.weight.data[2:]
+    narrow, wide = (
+        find_layers(nn.Conv2d(6, rows, 3, padding=1, groups=2, bias=False))[0] for rows in (4, 60)
+    )
+    wide.module.weight.data[:2], wide.module.weight.data[30:32] = (
+        narrow.module.weight.data[:2],
+        narrow.module.weight.data[2:],
+    )
     x, x_hat = torch.randn(2, 5, 6, 7, 7)
     found = []
     for layer in (narrow, wide):
@@ -155,7 +177,9 @@ def test_recorded_errors_are_the_distances_of_the_running_layers(kind):
 
 def test_asymmetric_inputs_beat_dense_ones_and_their_bound_is_tight():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 6))
+    model = nn.Sequential(
+        nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 6)
+    )
     x = [torch.randn(800, 20)]
     moved = {}
     for inputs in ("dense", "asymmetric"):
@@ -170,12 +194,18 @@ def test_attention_is_pruned_on_both_streams(tmp_path):
     model = Attentive()
     x = [torch.randn(30, 5, 8) for _ in range(2)]
     result = lobs.prune(model, x, 0.4, progress=False)
-    assert {row.name for row in result.layers} >= {"block.self_attn.q_proj", "block.self_attn.out_proj", "head"}
+    assert {row.name for row in result.layers} >= {
+        "block.self_attn.q_proj",
+        "block.self_attn.out_proj",
+        "head",
+    }
     assert result.kept == result.total - lobs.Sparsity(0.4).count(result.total)
     from lobs.certificate.verify import verify_errors, verify_masks
 
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
-    assert all(f.holds for f in (*verify_masks(saved), *verify_errors(saved, model, result.model, x)))
+    assert all(
+        f.holds for f in (*verify_masks(saved), *verify_errors(saved, model, result.model, x))
+    )
 
 
 def test_a_layer_that_the_target_leaves_out_stays_to_the_bit():
@@ -202,7 +232,9 @@ class Choosy(nn.Module):
 
 def test_a_layer_that_runs_less_often_once_others_are_pruned_is_named():
     target = lobs.Sparsity({"a": 1.0, "b": 0.5})
-    with pytest.raises(lobs.LobsError, match=r"layer 'b' runs 2 times .* 1 times once .* inputs='dense'"):
+    with pytest.raises(
+        lobs.LobsError, match=r"layer 'b' runs 2 times .* 1 times once .* inputs='dense'"
+    ):
         lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="asymmetric", progress=False)
     lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="dense", progress=False)
 

@@ -26,7 +26,15 @@ def random_chain(seed):
         if size < 3:
             break
         width, kernel, groups = pick(2, 4), pick(1, 2, 3), pick(1, 2)
-        conv = nn.Conv2d(channels, width, kernel, stride=pick(1, 2), padding=pick(0, 1), groups=groups, bias=pick(True, False))
+        conv = nn.Conv2d(
+            channels,
+            width,
+            kernel,
+            stride=pick(1, 2),
+            padding=pick(0, 1),
+            groups=groups,
+            bias=pick(True, False),
+        )
         conv.padding_mode = "zeros"
         norm = nn.BatchNorm2d(width)
         nn.init.uniform_(norm.weight, -2, 2)
@@ -35,7 +43,12 @@ def random_chain(seed):
         channels = width
         size = (size + 2 * conv.padding[0] - kernel) // conv.stride[0] + 1
         if size > 3:
-            pool = pick(nn.MaxPool2d(2), nn.MaxPool2d(3, stride=1), nn.AvgPool2d(2), nn.AvgPool2d(3, stride=2, padding=1))
+            pool = pick(
+                nn.MaxPool2d(2),
+                nn.MaxPool2d(3, stride=1),
+                nn.AvgPool2d(2),
+                nn.AvgPool2d(3, stride=2, padding=1),
+            )
             steps.append(pool)
             size = pool(torch.zeros(1, 1, size, size)).shape[-1]
     steps.append(nn.Flatten())
@@ -55,7 +68,11 @@ def test_certificate_is_never_below_what_is_measured(seed):
     settings = {"solver": solver, "inputs": inputs, "batch_norm": False, "progress": False}
     result = lobs.prune(model, [x[:5], x[5:]], 0.2 + 0.1 * (seed % 7), **settings)
     certificate = result.certificate
-    assert certificate.reason == "" and certificate.measured is not None and certificate.bound is not None
+    assert (
+        certificate.reason == ""
+        and certificate.measured is not None
+        and certificate.bound is not None
+    )
     assert certificate.measured <= certificate.bound * (1 + 1e-5) + 1e-6
     assert certificate.bound <= certificate.frobenius_bound * (1 + 1e-9)
     assert sum(certificate.contributions.values()) == pytest.approx(certificate.bound)
@@ -68,16 +85,23 @@ def test_one_layer_is_bounded_by_exactly_what_happens():
 
 
 def test_rounding_does_not_hide_an_error_from_the_certificate():
-    # Deep and shrinking: true layer errors are far below what float32 moments resolve, yet the bound must cover them.
+    # Deep and shrinking: true layer errors are far below what float32 moments resolve, yet the
+    # bound must cover them.
     torch.manual_seed(0)
     layers = [step for _ in range(8) for step in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
     model = nn.Sequential(*layers)
     x = torch.randn(32, 8, 8, 8)
     result = lobs.prune(model, [x], 0.3, progress=False)
-    dense, pruned, y = copy.deepcopy(model).double(), copy.deepcopy(result.model).double(), x.double()
+    dense, pruned, y = (
+        copy.deepcopy(model).double(),
+        copy.deepcopy(result.model).double(),
+        x.double(),
+    )
     for name, solution in result.solutions.items():
         with torch.no_grad():
-            true = float((dense[int(name)](y) - pruned[int(name)](y)).square().sum() / y[:, 0].numel())
+            true = float(
+                (dense[int(name)](y) - pruned[int(name)](y)).square().sum() / y[:, 0].numel()
+            )
             y = torch.relu(dense[int(name)](y))
         assert abs(solution.error - true) <= 1e-6 * solution.energy
         assert true == 0 or name in result.certificate.contributions
@@ -86,7 +110,9 @@ def test_rounding_does_not_hide_an_error_from_the_certificate():
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
 def test_padding_modes_are_counted_not_assumed(padding_mode):
-    model = nn.Sequential(nn.Linear(6, 6), nn.Conv2d(2, 3, 3, padding=2, padding_mode=padding_mode), nn.Flatten())
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.Conv2d(2, 3, 3, padding=2, padding_mode=padding_mode), nn.Flatten()
+    )
     result = lobs.prune(model, [torch.randn(20, 2, 6, 6)], 0.9, progress=False)
     assert result.certificate.measured <= result.certificate.bound
 
@@ -107,7 +133,10 @@ def test_functional_forward_is_traced():
             return self.fc(x.view(x.size(0), -1))
 
     result = lobs.prune(Net(), [torch.randn(10, 1, 8, 8)], 0.5, progress=False)
-    assert result.certificate.bound is not None and result.certificate.bound >= result.certificate.measured
+    assert (
+        result.certificate.bound is not None
+        and result.certificate.bound >= result.certificate.measured
+    )
 
 
 class Residual(nn.Module):
@@ -185,7 +214,9 @@ class Moody(nn.Module):
 
 def test_a_network_in_training_mode_is_certified_for_evaluation():
     model = Moody().train()
-    certificate = lobs.prune(model, [torch.randn(5, 8)] * 3, 0.5, solver="magnitude", progress=False).certificate
+    certificate = lobs.prune(
+        model, [torch.randn(5, 8)] * 3, 0.5, solver="magnitude", progress=False
+    ).certificate
     assert certificate.bound is not None and certificate.measured <= certificate.bound
     assert model.training
 
@@ -207,7 +238,9 @@ def test_inputs_of_several_sizes_are_refused(inputs):
     assert certificate.bound is None and "2 different shapes" in certificate.reason
 
 
-@pytest.mark.parametrize("activation", [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), nn.ELU(2.0), nn.Softplus()])
+@pytest.mark.parametrize(
+    "activation", [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), nn.ELU(2.0), nn.Softplus()]
+)
 def test_lipschitz_constants_are_not_too_small(activation):
     from lobs.certificate.lipschitz import _module_constant
 
@@ -244,7 +277,10 @@ def test_certify_compares_any_two_networks_and_measures_held_out_inputs():
     again = lobs.certify(dense, result.model, [x], held_out=[new])
     assert again.bound == pytest.approx(result.certificate.bound, rel=1e-6)
     assert again.measured == pytest.approx(result.certificate.measured)
-    assert again.held_out == pytest.approx(result.certificate.held_out) and again.held_out != again.measured
+    assert (
+        again.held_out == pytest.approx(result.certificate.held_out)
+        and again.held_out != again.measured
+    )
     assert "on held-out inputs" in str(again)
     retrained = copy.deepcopy(result.model)
     nn.init.normal_(retrained[0].weight)
@@ -259,7 +295,11 @@ def test_certify_compares_any_two_networks_and_measures_held_out_inputs():
         (Branching(), torch.rand(8, 5), "could not be traced"),
         (Twice(), torch.randn(8, 5), "more than once"),
         (Keywords(), {"x": torch.randn(8, 5)}, "keyword"),
-        (nn.Sequential(nn.Linear(5, 5), nn.Mish()), torch.randn(8, 5), "no Lipschitz constant is known for '1' .Mish"),
+        (
+            nn.Sequential(nn.Linear(5, 5), nn.Mish()),
+            torch.randn(8, 5),
+            "no Lipschitz constant is known for '1' .Mish",
+        ),
         (nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)), torch.randn(8, 5), "LayerNorm"),
     ],
 )
@@ -285,7 +325,9 @@ def test_held_out_inputs_are_batches_and_networks_of_other_shapes_are_refused():
     with pytest.raises(lobs.LobsError, match="held_out is a Tensor"):
         lobs.certify(model, model, [x], held_out=x)
     smaller = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
-    with pytest.raises(lobs.LobsError, match=r"layer '0' is \(4, 5\) in one network and \(3, 5\) in the other"):
+    with pytest.raises(
+        lobs.LobsError, match=r"layer '0' is \(4, 5\) in one network and \(3, 5\) in the other"
+    ):
         lobs.certify(model, smaller, [x])
 
 
@@ -295,7 +337,10 @@ def test_held_out_inputs_that_say_nothing_are_told_of():
         ([], "held_out has no samples"),
         ([torch.full((2, 6), torch.nan)], "outputs there are not finite"),
         ([torch.randn(3, 7)], "held_out could not be measured: running the network"),
-        ((1 / 0 for _ in range(2)), "held_out could not be measured: reading held_out batch 0 raised ZeroDivisionError"),
+        (
+            (1 / 0 for _ in range(2)),
+            "held_out could not be measured: reading held_out batch 0 raised ZeroDivisionError",
+        ),
     ):
         with pytest.warns(lobs.NumericalWarning, match=words):
             lobs.prune(model, [x], 0.5, held_out=held_out, progress=False)

@@ -53,7 +53,9 @@ def test_files_that_do_not_say_which_parameters_are_whose_are_counted_by_name(tm
     assert [f.holds for f in verify_masks(saved)] == [True, False]
 
 
-@pytest.mark.parametrize("nonsense", ["all", [1], {"0.weight": 3}, {"0.weight": ["a", 2]}, {"0.weight": [1, 2, 3]}])
+@pytest.mark.parametrize(
+    "nonsense", ["all", [1], {"0.weight": 3}, {"0.weight": ["a", 2]}, {"0.weight": [1, 2, 3]}]
+)
 def test_a_damaged_record_of_parameters_is_an_error(tmp_path, nonsense):
     result = lobs.prune(nn.Sequential(nn.Linear(10, 8)), [torch.randn(50, 10)], 0.5, progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
@@ -82,7 +84,9 @@ def test_a_layer_that_runs_twice_is_verified_on_pruned_inputs(tmp_path):
 
 def test_lost_zeros_are_told_layer_by_layer(tmp_path):
     model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3), nn.Linear(3, 3))
-    result = lobs.prune(model, [torch.randn(50, 10)], lobs.Sparsity(0.5, scope="layer"), progress=False)
+    result = lobs.prune(
+        model, [torch.randn(50, 10)], lobs.Sparsity(0.5, scope="layer"), progress=False
+    )
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     state = copy.deepcopy(result.model.state_dict())
     place = (~result.masks["2.weight"]).nonzero()[0].tolist()
@@ -91,16 +95,22 @@ def test_lost_zeros_are_told_layer_by_layer(tmp_path):
     state["0.weight"] = state["0.weight"][:, :9]
     findings = {f.check: f for f in verify_masks(saved, state)}
     assert not findings["mask 2.weight"].holds
-    assert f"1 removed weights are not zero (8.3% of 12); the largest is 0.25, the first at {tuple(place)}" in (
-        findings["mask 2.weight"].detail
+    assert (
+        "1 removed weights are not zero (8.3% of 12); the largest is 0.25, the first at "
+        f"{tuple(place)}" in (findings["mask 2.weight"].detail)
     )
-    assert "no such tensor" in findings["mask 3.weight"].detail and "shape" in findings["mask 0.weight"].detail
+    assert (
+        "no such tensor" in findings["mask 3.weight"].detail
+        and "shape" in findings["mask 0.weight"].detail
+    )
 
 
 @pytest.mark.parametrize("along", ["columns", "channels"])
 def test_a_broken_pattern_is_found_though_every_count_is_right(along, tmp_path):
     model = nn.Sequential(nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 6))
-    result = lobs.prune(model, [torch.randn(40, 8, 6, 6)], lobs.NByM(2, 4, along=along), progress=False)
+    result = lobs.prune(
+        model, [torch.randn(40, 8, 6, 6)], lobs.NByM(2, 4, along=along), progress=False
+    )
     result.save(tmp_path / "good.safetensors")
     good = verify_masks(lobs.load(tmp_path / "good.safetensors"))
     assert [f.check for f in good if f.check.startswith("pattern")] == ["pattern 0", "pattern 3"]
@@ -128,7 +138,12 @@ def test_a_broken_pattern_is_found_though_every_count_is_right(along, tmp_path):
 def test_a_record_of_a_pattern_may_say_anything(settings, tmp_path):
     model = nn.Sequential(nn.Linear(8, 4))
     result = lobs.prune(model, [torch.randn(20, 8)], 0.5, progress=False)
-    lobs.save(tmp_path / "x.safetensors", result.model, result.masks, {**result.record(), "settings": settings})
+    lobs.save(
+        tmp_path / "x.safetensors",
+        result.model,
+        result.masks,
+        {**result.record(), "settings": settings},
+    )
     try:
         assert all(f.holds for f in verify_masks(lobs.load(tmp_path / "x.safetensors")))
     except FileError as error:

@@ -41,7 +41,9 @@ def test_bytes_count_values_masks_and_all_that_stays_dense(own):
 
 def test_floors_and_ceilings_hold_by_glob(own):
     free = as_json("prune", own, "--keep", "30%")["layers"]
-    held = as_json("prune", own, "--keep", "30%", "--at-least", "2=90%", "--at-most", "0=20%", "--passes", 1)["layers"]
+    held = as_json(
+        "prune", own, "--keep", "30%", "--at-least", "2=90%", "--at-most", "0=20%", "--passes", 1
+    )["layers"]
     assert held[1]["kept_fraction"] >= 0.9 > free[1]["kept_fraction"]
     capped = as_json("prune", own, "--parameters", 20, "--at-most", "*=25%")["layers"]
     assert all(row["kept_fraction"] <= 0.25 for row in capped)
@@ -52,7 +54,9 @@ def test_max_drop_stays_within_and_reports_every_trial(own):
     assert done["after"] - done["before"] <= 5
     trials = done["settings"]["trials"]
     assert 1 < len(trials) <= 8 and done["kept"] == min(t["kept"] for t in trials if t["drop"] <= 5)
-    assert all(t["score"] - done["before"] == pytest.approx(t["drop"]) for t in trials)  # the metric itself, an error
+    assert all(
+        t["score"] - done["before"] == pytest.approx(t["drop"]) for t in trials
+    )  # the metric itself, an error
 
 
 def test_trials_have_a_table_in_the_report(own):
@@ -63,18 +67,32 @@ def test_trials_have_a_table_in_the_report(own):
 
 
 def test_the_time_for_exchanging_weights_is_the_users(own):
-    assert "seconds=0.5" in as_json("prune", own, "--keep", "50%", "--seconds", 0.5)["settings"]["solver"]
+    assert (
+        "seconds=0.5"
+        in as_json("prune", own, "--keep", "50%", "--seconds", 0.5)["settings"]["solver"]
+    )
 
 
 def test_what_was_asked_for_is_recorded(own):
-    said = as_json("prune", own, "--keep", "50%", "--passes", 1, "--damping", 0.01, "--prune-bias", "--no-batch-norm")[
-        "settings"
-    ]
+    said = as_json(
+        "prune",
+        own,
+        "--keep",
+        "50%",
+        "--passes",
+        1,
+        "--damping",
+        0.01,
+        "--prune-bias",
+        "--no-batch-norm",
+    )["settings"]
     assert said["passes"] == 1 and said["damping"] == 0.01 and said["biases"] == "may be removed"
     assert said["batch norm"] == "not re-estimated"
 
 
-def test_output_that_cannot_be_written_or_would_be_overwritten_is_refused_before_any_work(own, tmp_path, monkeypatch):
+def test_output_that_cannot_be_written_or_would_be_overwritten_is_refused_before_any_work(
+    own, tmp_path, monkeypatch
+):
     one = tmp_path / "one.safetensors"
     with pytest.raises(LobsError, match="would overwrite"):
         invoke("prune", own, "--keep", "50%", "--out", one, "--report", one)
@@ -116,7 +134,9 @@ def test_what_cannot_be_is_one_clear_line(own, options, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("target", [("--pattern", "2:4"), ("--keep", "50%", "--scope", "layer"), ("--max-drop", 5)])
+@pytest.mark.parametrize(
+    "target", [("--pattern", "2:4"), ("--keep", "50%", "--scope", "layer"), ("--max-drop", 5)]
+)
 def test_passes_are_refused_where_nothing_is_shared_out(own, target):
     with pytest.raises(LobsError, match="--passes goes with a budget"):
         invoke("prune", own, *target, "--passes", 3)

@@ -62,7 +62,12 @@ number = 3
 def run(*args, cwd=None):
     """The command in a process of its own, as a user runs it."""
     done = subprocess.run(
-        [sys.executable, "-m", "lobs", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "lobs", *map(str, args)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -85,11 +90,15 @@ def test_help_is_quick_and_does_not_import_torch():
     assert time.monotonic() - began < 30  # a hang guard; the measured time stands in the docs
     probe = "import sys; sys.argv = ['lobs', '--help']\ntry:\n    import lobs.cli; lobs.cli.main()\nexcept SystemExit: pass\n"
     check = f"{probe}assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "train", "eval", "inspect", "prune", "sweep", "verify", "report", "export", "bench"]
+    "command",
+    ["demo", "train", "eval", "inspect", "prune", "sweep", "verify", "report", "export", "bench"],
 )
 def test_every_command_teaches_with_an_example(command):
     result = invoke(command, "--help")
@@ -99,9 +108,22 @@ def test_every_command_teaches_with_an_example(command):
 def test_prune_eval_and_verify_a_zoo_network(tmp_path):
     out, report = tmp_path / "small.safetensors", tmp_path / "report.html"
     done = as_json(
-        "prune", "lenet300", "--keep", "fc1=6.7%,fc2=20%,fc3=0.65", "--samples", 2000, "--out", out, "--report", report
+        "prune",
+        "lenet300",
+        "--keep",
+        "fc1=6.7%,fc2=20%,fc3=0.65",
+        "--samples",
+        2000,
+        "--out",
+        out,
+        "--report",
+        report,
     )
-    assert done["kept"] == 22_408 and done["after"] < done["before"] + 1 and report.stat().st_size > 10_000
+    assert (
+        done["kept"] == 22_408
+        and done["after"] < done["before"] + 1
+        and report.stat().st_size > 10_000
+    )
     evaluated = as_json("eval", out)
     assert evaluated["value"] == done["after"] and evaluated["nonzero"] <= 22_408 + 410
     verified = as_json("verify", out)
@@ -110,7 +132,16 @@ def test_prune_eval_and_verify_a_zoo_network(tmp_path):
 
 def test_a_users_own_network_from_the_shell(tmp_path):
     (tmp_path / "mycode.py").write_text(USER_CODE)
-    code, out, err = run("prune", "mycode:network", "--epsilon", "0.1", "--relative", "--out", "x.safetensors", cwd=tmp_path)
+    code, out, err = run(
+        "prune",
+        "mycode:network",
+        "--epsilon",
+        "0.1",
+        "--relative",
+        "--out",
+        "x.safetensors",
+        cwd=tmp_path,
+    )
     assert code == 0, err
     assert "evaluate()" in out and (tmp_path / "x.safetensors").is_file()
     code, _, err = run("verify", "x.safetensors", cwd=tmp_path)
@@ -123,7 +154,10 @@ def test_a_users_own_network_from_the_shell(tmp_path):
 
 def test_a_network_wide_budget_from_the_shell():
     done = as_json("prune", "lenet300", "--keep", "10%", "--scope", "network", "--samples", 500)
-    assert done["kept"] == 26_620 and done["layers"][2]["kept_fraction"] > done["layers"][0]["kept_fraction"]
+    assert (
+        done["kept"] == 26_620
+        and done["layers"][2]["kept_fraction"] > done["layers"][0]["kept_fraction"]
+    )
 
 
 def test_json_is_pure_whatever_user_code_prints(tmp_path):
@@ -131,12 +165,16 @@ def test_json_is_pure_whatever_user_code_prints(tmp_path):
     code, out, err = run("prune", "mycode:talkative", "--keep", "50%", "--json", cwd=tmp_path)
     assert code == 0 and json.loads(out)["kept"] == 52 and "hello" in err
     code, out, err = run("prune", "mycode:talkative", "--keep", "7", "--json", cwd=tmp_path)
-    assert code == 1 and "did you mean 7%?" in json.loads(out)["error"] and err.startswith("error: ")
+    assert (
+        code == 1 and "did you mean 7%?" in json.loads(out)["error"] and err.startswith("error: ")
+    )
 
 
 def test_a_bare_layer_can_be_saved_and_verified(tmp_path):
     (tmp_path / "mycode.py").write_text(USER_CODE)
-    code, _, err = run("prune", "mycode:bare", "--keep", "50%", "--out", "x.safetensors", cwd=tmp_path)
+    code, _, err = run(
+        "prune", "mycode:bare", "--keep", "50%", "--out", "x.safetensors", cwd=tmp_path
+    )
     assert code == 0, err
     code, out, _ = run("verify", "x.safetensors", "--no-recompute", cwd=tmp_path)
     assert code == 0 and "kept 40, recorded 40" in out
@@ -147,18 +185,28 @@ def test_a_file_cannot_run_code_that_the_user_did_not_name(tmp_path):
 
     path = tmp_path / "evil.safetensors"
     lobs.save(
-        path, {"w": torch.zeros(2)}, {"w": torch.zeros(2, dtype=torch.bool)}, {"network": "os:abort", "origin": "os:abort"}
+        path,
+        {"w": torch.zeros(2)},
+        {"w": torch.zeros(2, dtype=torch.bool)},
+        {"network": "os:abort", "origin": "os:abort"},
     )
     for command in ("eval", "verify", "inspect"):
         code, _, err = run(command, path)
         assert code == 1 and "Add --trust to run that code" in err
 
 
-@pytest.mark.parametrize("record", [{"layers": "abc"}, {"layers": [{"name": "w"}]}, {"layers": [3]}, {"network": 5}])
+@pytest.mark.parametrize(
+    "record", [{"layers": "abc"}, {"layers": [{"name": "w"}]}, {"layers": [3]}, {"network": 5}]
+)
 def test_a_damaged_record_is_one_clear_line(tmp_path, record):
     import lobs
 
-    path = lobs.save(tmp_path / "x.safetensors", {"w": torch.zeros(2)}, {"w": torch.zeros(2, dtype=torch.bool)}, record)
+    path = lobs.save(
+        tmp_path / "x.safetensors",
+        {"w": torch.zeros(2)},
+        {"w": torch.zeros(2, dtype=torch.bool)},
+        record,
+    )
     code, _, err = run("verify" if "layers" in record else "eval", path)
     assert code == 1 and err.startswith("error: ") and err.count("\n") == 1
 
@@ -169,7 +217,18 @@ def test_version():
 
 def test_sweep_writes_csv_and_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    done = as_json("sweep", "lenet300", "--samples", 1000, "--points", 6, "--solver", "magnitude", "--out", tmp_path / "s")
+    done = as_json(
+        "sweep",
+        "lenet300",
+        "--samples",
+        1000,
+        "--points",
+        6,
+        "--solver",
+        "magnitude",
+        "--out",
+        tmp_path / "s",
+    )
     assert len(done["points"]) == 6 and done["inflection"] is not None
     lines = (tmp_path / "s" / "sweep.csv").read_text().splitlines()
     assert len(lines) == 7 and lines[0].startswith("asked,kept_fraction")
@@ -184,14 +243,22 @@ def test_inspect_lists_layers_and_quantiles():
 
 
 def test_train_writes_a_checkpoint_that_eval_reads(tmp_path):
-    done = as_json("train", "lenet300", "--epochs", 1, "--seed", 3, "--out", tmp_path / "mine.safetensors")
-    assert done["test_error"] < 10 and as_json("eval", tmp_path / "mine.safetensors")["value"] == done["test_error"]
+    done = as_json(
+        "train", "lenet300", "--epochs", 1, "--seed", 3, "--out", tmp_path / "mine.safetensors"
+    )
+    assert (
+        done["test_error"] < 10
+        and as_json("eval", tmp_path / "mine.safetensors")["value"] == done["test_error"]
+    )
 
 
 def test_demo_ends_in_a_table_a_report_and_a_network(tmp_path):
     result = invoke("demo", "--out", tmp_path / "d", "--samples", 2000)
     assert result.exit_code == 0
-    assert all(word in result.output for word in ("L-OBS as published", "magnitude", "exact", "report.html"))
+    assert all(
+        word in result.output
+        for word in ("L-OBS as published", "magnitude", "exact", "report.html")
+    )
     assert invoke("verify", tmp_path / "d" / "lenet300-7pct.safetensors").exit_code == 0
 
 
@@ -201,10 +268,24 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
     import lobs
 
     out = tmp_path / "small.safetensors"
-    as_json("prune", "lenet300", "--keep", "20%", "--samples", 500, "--solver", "magnitude", "--out", out)
+    as_json(
+        "prune",
+        "lenet300",
+        "--keep",
+        "20%",
+        "--samples",
+        500,
+        "--solver",
+        "magnitude",
+        "--out",
+        out,
+    )
     saved = lobs.load(out)
     state = dict(saved.state_dict)
-    state["fc1.weight"] = state["fc1.weight"] + torch.full_like(state["fc1.weight"], 1e-3) * ~saved.masks["fc1.weight"]
+    state["fc1.weight"] = (
+        state["fc1.weight"]
+        + torch.full_like(state["fc1.weight"], 1e-3) * ~saved.masks["fc1.weight"]
+    )
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -222,18 +303,27 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "lenet300", "--keep", "7%", "--epsilon", "1"], "give exactly one"),
         (["prune", "lenet300", "--keep", "much"], "is not a number"),
         (["prune", "lenet300", "--keep", "170%"], "--keep 170% is 170 %, not between 0 and 100 %"),
-        (["prune", "lenet300", "--keep", "7"], "--keep 7 is 700 %, not between 0 and 100 %; did you mean 7%?"),
+        (
+            ["prune", "lenet300", "--keep", "7"],
+            "--keep 7 is 700 %, not between 0 and 100 %; did you mean 7%?",
+        ),
         (["prune", "lenet300", "--keep", "7%", "--relative"], "--relative goes with --epsilon"),
         (["prune", "lenet300", "--keep", "7%", "--out", "."], "it is a folder"),
         (["prune", "mycode:raises", "--keep", "7%"], "'mycode:raises' raised ValueError: my bug"),
         (["prune", "mycode:needs", "--keep", "7%"], "raised TypeError"),
         (["prune", "mycode:number", "--keep", "7%"], "raised TypeError"),
-        (["prune", "mycode:wide", "--keep", "7%"], "layer '0' takes floating-point inputs of 10 features, but was given"),
+        (
+            ["prune", "mycode:wide", "--keep", "7%"],
+            "layer '0' takes floating-point inputs of 10 features, but was given",
+        ),
         (["prune", "mycode:labels_first", "--keep", "7%"], "In a tuple the input comes first"),
         (["prune", "mycode:one_tensor", "--keep", "7%"], "one tensor x is [x]"),
         (["prune", "mycode:odd_score", "--keep", "7%"], "evaluate returned 'good'"),
         (["prune", ":f", "--keep", "7%"], "raised ValueError"),
-        (["sweep", "mycode:network", "--start", "0.9", "--stop", "0.5"], "start must come before stop"),
+        (
+            ["sweep", "mycode:network", "--start", "0.9", "--stop", "0.5"],
+            "start must come before stop",
+        ),
         (["sweep", "mycode:network", "--by", "rato"], "use ratio or epsilon"),
         (["sweep", "mycode:network", "--out", "mycode.py"], "cannot make the folder"),
         (["prune", "nonsense", "--keep", "7%"], "neither a zoo network"),
@@ -241,18 +331,33 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "mycode:nothing", "--keep", "7%"], "has no 'nothing'"),
         (["prune", "mycode:wrong", "--keep", "7%"], "must return (model, batches)"),
         (["prune", "mycode:network", "--keep", "7%", "--solver", "best"], "unknown solver 'best'"),
-        (["prune", "mycode:network", "--keep", "7%", "--inputs", "odd"], "use 'dense', 'pruned', 'asymmetric'"),
+        (
+            ["prune", "mycode:network", "--keep", "7%", "--inputs", "odd"],
+            "use 'dense', 'pruned', 'asymmetric'",
+        ),
         (["prune", "mycode:network", "--keep", "7%", "--scope", "odd"], "use 'layer' or 'network'"),
-        (["prune", "mycode:network", "--epsilon", "1", "--scope", "network"], "--scope goes with --keep"),
+        (
+            ["prune", "mycode:network", "--epsilon", "1", "--scope", "network"],
+            "--scope goes with --keep",
+        ),
         (["prune", "mycode:network", "--keep", "fc9=7%"], "matches no prunable layer"),
         (["prune", "mycode:network", "--keep", "7%", "--out", "no/such/x"], "there is no folder"),
         (["sweep", "mycode:silent"], "no evaluate function"),
-        (["export", "mycode:network", "--format", "onnx", "--values", "int8"], "--values int8 goes with --format compact"),
+        (
+            ["export", "mycode:network", "--format", "onnx", "--values", "int8"],
+            "--values int8 goes with --format compact",
+        ),
         (["prune", "mycode:network", "--bytes", "10"], "what cannot be removed takes"),
         (["eval", "mycode:silent"], "no evaluate function"),
         (["verify", "missing.safetensors"], "there is no file"),
-        (["verify", "mycode.py"], "not a readable safetensors file: it is text that begins 'import torch'"),
-        (["verify", "lenet300"], "names a network, and this takes a file: `lobs prune lenet300 --keep 10% --out"),
+        (
+            ["verify", "mycode.py"],
+            "not a readable safetensors file: it is text that begins 'import torch'",
+        ),
+        (
+            ["verify", "lenet300"],
+            "names a network, and this takes a file: `lobs prune lenet300 --keep 10% --out",
+        ),
         (["report", "mycode:network"], "names a network, and this takes a file"),
         (["retrain", "lenet300", "--out", "x"], "names a network, and this takes a file"),
         (["eval", "."], "'.' is a folder: name a safetensors file in it"),
@@ -289,7 +394,9 @@ def test_memory_that_is_not_enough_is_one_line():
 
 
 def test_memory_is_promised_and_the_plan_printed():
-    code, out, err = run("prune", "lenet300", "--keep", "10%", "--samples", "500", "--memory", "2GB")
+    code, out, err = run(
+        "prune", "lenet300", "--keep", "10%", "--samples", "500", "--memory", "2GB"
+    )
     assert code == 0, err
     assert "of 2.00 GB" in out and "kept" in out
 
@@ -319,7 +426,9 @@ def test_no_command_writes_over_what_it_reads(tmp_path, monkeypatch):
             invoke(*words)
 
 
-@pytest.mark.parametrize("command", [["verify"], ["eval"], ["export"], ["export", "--format", "onnx"], ["report"]])
+@pytest.mark.parametrize(
+    "command", [["verify"], ["eval"], ["export"], ["export", "--format", "onnx"], ["report"]]
+)
 def test_a_foreign_file_is_called_what_it_is_with_a_way_out(command, tmp_path, monkeypatch):
     import pickle
 
@@ -362,7 +471,9 @@ def test_a_foreign_file_is_called_what_it_is_with_a_way_out(command, tmp_path, m
         (["verify", "--json"], " verify --help."),
     ],
 )
-def test_a_line_typed_wrong_is_one_clear_line_too_and_exit_code_2(args, message, monkeypatch, capsys):
+def test_a_line_typed_wrong_is_one_clear_line_too_and_exit_code_2(
+    args, message, monkeypatch, capsys
+):
     from lobs.cli import common, main
 
     monkeypatch.setattr(sys, "argv", ["lobs", *args])
@@ -390,10 +501,23 @@ def test_a_result_that_does_not_hold_is_exit_code_1_through_main(tmp_path, monke
     import lobs
     from lobs.cli import main
 
-    lobs.save(tmp_path / "x.safetensors", {"w": torch.zeros(2)}, {"w": torch.tensor([True, False])}, {"origin": None})
+    lobs.save(
+        tmp_path / "x.safetensors",
+        {"w": torch.zeros(2)},
+        {"w": torch.tensor([True, False])},
+        {"origin": None},
+    )
     lobs.save(tmp_path / "tuned.safetensors", {"w": torch.ones(2)})
     monkeypatch.setattr(
-        sys, "argv", ["lobs", "verify", str(tmp_path / "x.safetensors"), "--weights", str(tmp_path / "tuned.safetensors")]
+        sys,
+        "argv",
+        [
+            "lobs",
+            "verify",
+            str(tmp_path / "x.safetensors"),
+            "--weights",
+            str(tmp_path / "tuned.safetensors"),
+        ],
     )
     with pytest.raises(SystemExit) as stop:
         main()
@@ -405,7 +529,16 @@ def test_what_nobody_named_is_not_written_over(tmp_path, monkeypatch):
     (tmp_path / "mycode.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mycode", raising=False)
-    small = ("prune", "mycode:network", "--keep", "50%", "--solver", "magnitude", "--out", "p.safetensors")
+    small = (
+        "prune",
+        "mycode:network",
+        "--keep",
+        "50%",
+        "--solver",
+        "magnitude",
+        "--out",
+        "p.safetensors",
+    )
     for _ in range(2):
         assert invoke(*small).exit_code == 0  # named: the second writes over the first
     commands = {
@@ -416,7 +549,9 @@ def test_what_nobody_named_is_not_written_over(tmp_path, monkeypatch):
     }
     for name, words in commands.items():
         (tmp_path / name).mkdir() if name == "lobs-sweep" else (tmp_path / name).write_text("mine")
-        with pytest.raises(LobsError, match=f"'{name}' is there already: write over it with --out {name}"):
+        with pytest.raises(
+            LobsError, match=f"'{name}' is there already: write over it with --out {name}"
+        ):
             invoke(*words)
     assert (tmp_path / "report.html").read_text() == "mine"
     for name in ("report.html", "p.compact.safetensors", "lobs-sweep"):

@@ -43,7 +43,9 @@ def test_n_by_m_from_the_shell(folder):
     assert bool((masks["0.weight"].view(8, 3, 4).sum(-1) == 2).all())
     prune("--pattern", "0=1:4,3=2:4")
     masks = load("p.safetensors").masks
-    assert bool((masks["0.weight"].view(8, 3, 4).sum(-1) == 1).all()) and bool(masks["5.weight"].all())
+    assert bool((masks["0.weight"].view(8, 3, 4).sum(-1) == 1).all()) and bool(
+        masks["5.weight"].all()
+    )
 
 
 def test_n_by_m_along_channels_is_recorded_and_kept(folder):
@@ -60,7 +62,9 @@ def test_a_pattern_is_in_the_report(folder):
 def test_blocks_from_the_shell(folder):
     prune("--block", "2x4", "--sparsity", "50%")
     mask = load("p.safetensors").masks["0.weight"].view(4, 2, 3, 4)
-    assert torch.equal(mask.any(3).any(1), mask.all(3).all(1)) and int(mask.any(3).any(1).sum()) == 6
+    assert (
+        torch.equal(mask.any(3).any(1), mask.all(3).all(1)) and int(mask.any(3).any(1).sum()) == 6
+    )
 
 
 def test_units_from_the_shell_shrink_and_open_again(folder):
@@ -88,7 +92,10 @@ def test_batch_norm_can_be_left_alone(folder):
         (("--pattern", "6:4"), "0 ≤ n ≤ m"),
         (("--pattern", "2:4", "--along", "rows"), "use 'columns' or 'channels'"),
         (("--along", "channels", "--keep", "0.5"), "--along goes with --pattern"),
-        (("--seconds", "1", "--solver", "exact", "--keep", "0.5"), "--seconds goes with --solver auto"),
+        (
+            ("--seconds", "1", "--solver", "exact", "--keep", "0.5"),
+            "--seconds goes with --solver auto",
+        ),
         (("--block", "4", "--keep", "0.5"), "ROWSxCOLUMNS"),
         (("--structured", "rows", "--keep", "0.5"), "use 'units' or 'inputs'"),
         (("--structured", "units", "--epsilon", "0.5"), "goes with --keep or --sparsity"),

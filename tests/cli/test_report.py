@@ -16,7 +16,16 @@ def home(tmp_path, monkeypatch):
     (tmp_path / "mynet.py").write_text(USER_CODE)
     monkeypatch.delitem(sys.modules, "mynet", raising=False)
     for name, keep in (("half", "50%"), ("third", "33%")):
-        made = invoke("prune", "mynet:network", "--keep", keep, "--solver", "magnitude", "--out", f"{name}.safetensors")
+        made = invoke(
+            "prune",
+            "mynet:network",
+            "--keep",
+            keep,
+            "--solver",
+            "magnitude",
+            "--out",
+            f"{name}.safetensors",
+        )
         assert made.exit_code == 0
     return tmp_path
 
@@ -41,12 +50,14 @@ def test_code_that_a_file_names_is_not_run_for_pictures_without_trust(home):
 def test_the_command_that_made_a_run_is_in_its_file_and_on_the_page(home):
     record = lobs.load(home / "half.safetensors").record
     assert record["command"].startswith("lobs ")
-    assert record["outlook"]["totals"] == {"0": 80, "2": 24}
+    assert record["preview"]["totals"] == {"0": 80, "2": 24}
 
 
 def test_a_compact_file_leaves_the_curves_out_and_the_page_says_so(home):
-    assert invoke("export", "half.safetensors", "--trust", "--out", "small.safetensors").exit_code == 0
-    assert "outlook" not in lobs.load("small.safetensors").record
+    assert (
+        invoke("export", "half.safetensors", "--trust", "--out", "small.safetensors").exit_code == 0
+    )
+    assert "preview" not in lobs.load("small.safetensors").record
     assert invoke("report", "small.safetensors", "--no-pictures").exit_code == 0
     assert "saved without its error curves" in (home / "report.html").read_text(encoding="utf-8")
 

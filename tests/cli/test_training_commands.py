@@ -20,14 +20,40 @@ def refused(message, *args):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     out = tmp_path_factory.mktemp("net") / "small.safetensors"
-    as_json("prune", "lenet300", "--keep", "20%", "--samples", 500, "--solver", "magnitude", "--out", out)
+    as_json(
+        "prune",
+        "lenet300",
+        "--keep",
+        "20%",
+        "--samples",
+        500,
+        "--solver",
+        "magnitude",
+        "--out",
+        out,
+    )
     return out
 
 
 def test_retrain_holds_the_zeros_of_a_file_and_counts(small, tmp_path):
     out = tmp_path / "again.safetensors"
-    done = as_json("retrain", small, "--out", out, "--iterations", 20, "--every", 10, "--state", tmp_path / "run.state")
-    assert done["iterations"] == 20 and [i for i, _ in done["history"]] == [0, 10, 20] and done["reached"] is None
+    done = as_json(
+        "retrain",
+        small,
+        "--out",
+        out,
+        "--iterations",
+        20,
+        "--every",
+        10,
+        "--state",
+        tmp_path / "run.state",
+    )
+    assert (
+        done["iterations"] == 20
+        and [i for i, _ in done["history"]] == [0, 10, 20]
+        and done["reached"] is None
+    )
     before, after = lobs.load(small), lobs.load(out)
     assert after.record["retraining"]["iterations"] == 20 and after.record["network"] == "lenet300"
     for name, mask in before.masks.items():
@@ -37,7 +63,19 @@ def test_retrain_holds_the_zeros_of_a_file_and_counts(small, tmp_path):
 
 def test_retrain_stops_at_the_wanted_error_and_can_learn_from_the_dense_network(small, tmp_path):
     out = tmp_path / "again.safetensors"
-    options = ["--iterations", 200, "--every", 10, "--until-error", 50, "--distil", "--optimizer", "adam", "--rate", 0.001]
+    options = [
+        "--iterations",
+        200,
+        "--every",
+        10,
+        "--until-error",
+        50,
+        "--distil",
+        "--optimizer",
+        "adam",
+        "--rate",
+        0.001,
+    ]
     done = as_json("retrain", small, "--out", out, "--decay", "cosine", *options)
     assert done["reached"] and done["iterations"] < 200
 
@@ -45,17 +83,44 @@ def test_retrain_stops_at_the_wanted_error_and_can_learn_from_the_dense_network(
 def test_retrain_refuses_what_has_no_zeros_and_no_such_optimiser(small, tmp_path):
     from lobs import zoo
 
-    refused("holds no masks", "retrain", zoo.shipped("lenet300"), "--out", tmp_path / "x.safetensors")
-    refused("use sgd or adam", "retrain", small, "--out", tmp_path / "x.safetensors", "--optimizer", "magic")
+    refused(
+        "holds no masks", "retrain", zoo.shipped("lenet300"), "--out", tmp_path / "x.safetensors"
+    )
+    refused(
+        "use sgd or adam",
+        "retrain",
+        small,
+        "--out",
+        tmp_path / "x.safetensors",
+        "--optimizer",
+        "magic",
+    )
 
 
 def test_iterate_runs_its_stages_and_saves_the_last(tmp_path):
     out = tmp_path / "last.safetensors"
-    options = ["--stages", "50%:5;20%:5", "--scope", "layer", "--solver", "magnitude", "--samples", 500, "--out", out]
+    options = [
+        "--stages",
+        "50%:5;20%:5",
+        "--scope",
+        "layer",
+        "--solver",
+        "magnitude",
+        "--samples",
+        500,
+        "--out",
+        out,
+    ]
     done = as_json("iterate", "lenet300", *options)
-    assert done["iterations"] == 10 and [round(s["kept_fraction"], 3) for s in done["stages"]] == [0.5, 0.2]
+    assert done["iterations"] == 10 and [round(s["kept_fraction"], 3) for s in done["stages"]] == [
+        0.5,
+        0.2,
+    ]
     saved = checkpoint.load(out)
-    assert sum(int(m.sum()) for name, m in saved.masks.items() if name.endswith("weight")) == done["stages"][-1]["kept"]
+    assert (
+        sum(int(m.sum()) for name, m in saved.masks.items() if name.endswith("weight"))
+        == done["stages"][-1]["kept"]
+    )
 
 
 def test_a_retrained_network_keeps_its_zeros_but_not_the_certificate(small, tmp_path):
@@ -65,13 +130,27 @@ def test_a_retrained_network_keeps_its_zeros_but_not_the_certificate(small, tmp_
     assert verified["holds"] and "retrained since" in verified["skipped"]
     assert invoke("report", out, "--out", page, "--no-pictures").exit_code == 0
     text = page.read_text(encoding="utf-8")
-    assert "the network was retrained after it was pruned" in text and "cannot have moved by more" not in text
+    assert (
+        "the network was retrained after it was pruned" in text
+        and "cannot have moved by more" not in text
+    )
     refused("would overwrite", "report", out, "--out", out)
 
 
 def test_files_of_stages_are_verified_by_their_zeros(tmp_path):
     out = tmp_path / "last.safetensors"
-    as_json("iterate", "lenet300", "--stages", "50%:1", "--solver", "magnitude", "--samples", 200, "--out", out)
+    as_json(
+        "iterate",
+        "lenet300",
+        "--stages",
+        "50%:1",
+        "--solver",
+        "magnitude",
+        "--samples",
+        200,
+        "--out",
+        out,
+    )
     verified = as_json("verify", out)
     assert verified["holds"] and "no record" in verified["skipped"]
     refused("no record of a pruning by layer", "report", out, "--out", tmp_path / "x.html")
@@ -94,7 +173,19 @@ def test_iterate_prunes_on_the_inputs_asked_for(monkeypatch):
         raise LobsError("enough")
 
     monkeypatch.setattr("lobs.training.staged.iterate", stop)
-    refused("enough", "iterate", "lenet300", "--stages", "50%:1", "--solver", "lobs", "--inputs", "dense", "--samples", 100)
+    refused(
+        "enough",
+        "iterate",
+        "lenet300",
+        "--stages",
+        "50%:1",
+        "--solver",
+        "lobs",
+        "--inputs",
+        "dense",
+        "--samples",
+        100,
+    )
     assert seen == {"solver": "lobs", "inputs": "dense"}
 
 
@@ -108,7 +199,15 @@ def test_stages_are_read_with_one_number_or_layer_by_layer():
 
 def test_missing_data_and_weights_say_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv("LOBS_DATA", raising=False)
-    refused("lobs data cifar10 FOLDER", "--data", tmp_path, "train", "cifarnet", "--out", tmp_path / "x.safetensors")
+    refused(
+        "lobs data cifar10 FOLDER",
+        "--data",
+        tmp_path,
+        "train",
+        "cifarnet",
+        "--out",
+        tmp_path / "x.safetensors",
+    )
     refused("Put 'alexnet.safetensors' into a folder", "eval", "alexnet")
     refused("is not trained here", "train", "vgg16")
     refused("only cifar10 can", "data", "imagenet", tmp_path)
@@ -116,11 +215,22 @@ def test_missing_data_and_weights_say_what_to_do(tmp_path, monkeypatch):
 
 def test_reproduce_lists_runs_once_and_writes_its_page(tmp_path):
     listed = as_json("reproduce", "--list")
-    assert {"table1", "table2", "first-layer", "sensitivity", "retraining", "resnet", "cost"} <= set(listed)
+    assert {
+        "table1",
+        "table2",
+        "first-layer",
+        "sensitivity",
+        "retraining",
+        "resnet",
+        "cost",
+    } <= set(listed)
     pytest.importorskip("matplotlib")
     done = as_json("reproduce", "table2", "--rows", "memory", "--quick", "--out", tmp_path)
     path = tmp_path / "results" / "table2-memory.json"
-    assert json.loads(path.read_text()) == done[0] and (tmp_path / "pictures" / "memory.png").stat().st_size > 5_000
+    assert (
+        json.loads(path.read_text()) == done[0]
+        and (tmp_path / "pictures" / "memory.png").stat().st_size > 5_000
+    )
     before = path.stat().st_mtime_ns
     as_json("reproduce", "table2", "--rows", "memory", "--quick", "--out", tmp_path)
     assert path.stat().st_mtime_ns == before

@@ -19,7 +19,13 @@ from .test_engines import assert_close, sparse
 def mlp():
     return sparse(
         nn.Sequential(
-            nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Dropout(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10)
+            nn.Flatten(),
+            nn.Linear(784, 300),
+            nn.ReLU(),
+            nn.Dropout(),
+            nn.Linear(300, 100),
+            nn.ReLU(),
+            nn.Linear(100, 10),
         ),
         keep=0.03,
     )
@@ -45,7 +51,9 @@ def decided(monkeypatch):
     """Let the compiled kernel win, whatever the clock says: what is tested here is what follows."""
 
     def turns(contenders, *_, **__):
-        return {name: np.full(5, 1.0 if name in ("compiled", "fast") else 2.0) for name in contenders}
+        return {
+            name: np.full(5, 1.0 if name in ("compiled", "fast") else 2.0) for name in contenders
+        }
 
     for room in ("layerwise", "fusing", "acceleration"):
         monkeypatch.setattr(f"lobs.deploy.accelerate.{room}.take_turns", turns)
@@ -79,7 +87,11 @@ def test_layers_outside_sequentials_and_in_keyword_models(decided):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.fc, self.unused = nn.Conv2d(1, 4, 3), nn.Linear(4 * 36, 5), nn.Linear(2, 2)
+            self.conv, self.fc, self.unused = (
+                nn.Conv2d(1, 4, 3),
+                nn.Linear(4 * 36, 5),
+                nn.Linear(2, 2),
+            )
 
         def forward(self, images, scale):
             return {"out": scale * self.fc(torch.relu(self.conv(images)).flatten(1))}
@@ -109,7 +121,10 @@ def test_never_slower(monkeypatch):
     """Where the compiled kernel wins layer by layer but the whole network does not, the whole network stays dense."""
 
     def turns(contenders, *_, **__):
-        return {name: np.full(5, 1.0 if name == "compiled" else 3.0 if name == "fast" else 2.0) for name in contenders}
+        return {
+            name: np.full(5, 1.0 if name == "compiled" else 3.0 if name == "fast" else 2.0)
+            for name in contenders
+        }
 
     for room in ("layerwise", "fusing", "acceleration"):
         monkeypatch.setattr(f"lobs.deploy.accelerate.{room}.take_turns", turns)
@@ -128,7 +143,9 @@ def test_which_stretches_are_fused():
     linear, relu = nn.Linear(4, 4), nn.ReLU()
     assert fusing.runs_of_linear(nn.Sequential(nn.Flatten(), linear, relu, linear)) == [(0, 4)]
     assert fusing.runs_of_linear(nn.Sequential(relu, linear, relu, nn.Tanh(), linear)) == [(1, 3)]
-    assert fusing.runs_of_linear(nn.Sequential(nn.Conv2d(1, 1, 1), relu, nn.Flatten(), linear)) == [(2, 4)]
+    assert fusing.runs_of_linear(nn.Sequential(nn.Conv2d(1, 1, 1), relu, nn.Flatten(), linear)) == [
+        (2, 4)
+    ]
     assert fusing.runs_of_linear(nn.Sequential(nn.Flatten(), relu, linear)) == []
     assert fusing.runs_of_linear(nn.Sequential(linear, nn.Flatten(), linear, relu)) == [(1, 4)]
     assert fusing.runs_of_linear(nn.Sequential()) == []
@@ -167,7 +184,9 @@ def _fused():
         for layer in (model[0], model[3]):
             layer.weight.mul_(torch.rand_like(layer.weight) < 0.02)
     x = torch.randn(4, 64)
-    fast = same_as(FastSequential, copy.deepcopy(model))  # whatever is fastest here: the fused run is what this is about
+    fast = same_as(
+        FastSequential, copy.deepcopy(model)
+    )  # whatever is fastest here: the fused run is what this is about
     fast.runs = [(0, 4, ChainEngine([fast[0], fast[3]], [True, False], x))]
     return model, fast, x
 

@@ -33,7 +33,9 @@ def assert_close(a, b):
 @pytest.mark.parametrize("shape", [(1,), (), (3,), (64,), (130,), (2, 5), (2, 70)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "make", [lambda m, x: ChainEngine([m], [False], x), lambda m, x: CsrEngine([m], x)], ids=["chain", "csr"]
+    "make",
+    [lambda m, x: ChainEngine([m], [False], x), lambda m, x: CsrEngine([m], x)],
+    ids=["chain", "csr"],
 )
 def test_linear_for_every_leading_shape(shape, bias, make):
     layer, x = sparse(nn.Linear(200, 37, bias=bias), keep=0.3), torch.randn(*shape, 200)
@@ -45,12 +47,22 @@ def test_linear_for_every_leading_shape(shape, bias, make):
 @pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 1.0])
 def test_chain_of_layers_with_relu_between(keep):
     net = sparse(
-        nn.Sequential(nn.Flatten(), nn.Linear(60, 50), nn.ReLU(), nn.Linear(50, 40), nn.Linear(40, 7), nn.ReLU()), keep
+        nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(60, 50),
+            nn.ReLU(),
+            nn.Linear(50, 40),
+            nn.Linear(40, 7),
+            nn.ReLU(),
+        ),
+        keep,
     )
     for batch in (1, 2, 63, 64, 65, 200):
         x = torch.randn(batch, 3, 4, 5)
         fast = same_as(FastSequential, net)
-        fast.runs = [(0, 6, ChainEngine([net[1], net[3], net[4]], [True, False, True], x, flatten=True))]
+        fast.runs = [
+            (0, 6, ChainEngine([net[1], net[3], net[4]], [True, False, True], x, flatten=True))
+        ]
         assert fast.runs[0][2].takes(x)
         assert_close(fast(x), net(x))
         assert_close(fast(x.transpose(2, 3)), net(x.transpose(2, 3)))  # not contiguous
@@ -108,7 +120,11 @@ def test_dead_rows_and_columns_are_left_out(bias):
     layer.weight[:, ::2] = 0
     for x in (torch.randn(5, 20), torch.randn(20), torch.randn(2, 3, 20)):
         fast = fast_layer(layer, ShrunkEngine([layer], x))
-        assert ShrunkEngine.suits(layer) and fast.engine.takes(x) and fast.engine.weight.shape == (10, 10)
+        assert (
+            ShrunkEngine.suits(layer)
+            and fast.engine.takes(x)
+            and fast.engine.weight.shape == (10, 10)
+        )
         assert_close(fast(x), layer(x))
     conv = sparse(nn.Conv2d(6, 9, 3, stride=2, padding=1, bias=bias), keep=1)
     conv.weight[2:7] = 0
@@ -117,7 +133,9 @@ def test_dead_rows_and_columns_are_left_out(bias):
     fast = fast_layer(conv, ShrunkEngine([conv], x))
     assert fast.engine.takes(x) and fast.engine.weight.shape[:2] == (4, 5)
     assert_close(fast(x), conv(x))
-    assert not ShrunkEngine.suits(nn.Linear(4, 4)) and not ShrunkEngine.suits(nn.Conv2d(4, 4, 3, groups=4))
+    assert not ShrunkEngine.suits(nn.Linear(4, 4)) and not ShrunkEngine.suits(
+        nn.Conv2d(4, 4, 3, groups=4)
+    )
 
 
 def test_blocks():
@@ -125,7 +143,9 @@ def test_blocks():
     layer.weight[:16] = 0
     layer.weight[:, 16:48] = 0
     assert (
-        BsrEngine.suits(layer.weight) and not BsrEngine.suits(torch.randn(48, 60)) and not BsrEngine.suits(torch.randn(48, 64))
+        BsrEngine.suits(layer.weight)
+        and not BsrEngine.suits(torch.randn(48, 60))
+        and not BsrEngine.suits(torch.randn(48, 64))
     )
     assert_close(fast_layer(layer, BsrEngine([layer], x))(x), layer(x))
 
@@ -186,7 +206,9 @@ def test_changed_weights_are_noticed(kind):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking with threads about is what is tested
+@pytest.mark.filterwarnings(
+    "ignore:.*fork.*:DeprecationWarning"
+)  # forking with threads about is what is tested
 def test_a_forked_process_has_its_own_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -13,7 +13,9 @@ from lobs.deploy.export import broken_groups, dense_sizes, onnx_file
 
 
 def network():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
+    )
 
 
 def pruned():
@@ -40,7 +42,9 @@ def test_onnx_runs_elsewhere_with_any_batch(tmp_path, batch):
     ort = pytest.importorskip("onnxruntime")
     result = pruned()
     wished = 18 if batch == 1 else None  # torch's own otherwise
-    done = lobs.export_onnx(tmp_path / "x.onnx", result.model, torch.randn(batch, 1, 8, 8), opset=wished)
+    done = lobs.export_onnx(
+        tmp_path / "x.onnx", result.model, torch.randn(batch, 1, 8, 8), opset=wished
+    )
     assert done.largest_difference <= 1e-4 and (done.opset == 18 if wished else done.opset > 18)
     session = ort.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
     x = torch.randn(7, 1, 8, 8)
@@ -52,7 +56,9 @@ def test_onnx_runs_elsewhere_with_any_batch(tmp_path, batch):
 @pytest.mark.slow
 def test_onnx_with_keyword_arguments(tmp_path):
     pytest.importorskip("onnxruntime")
-    done = lobs.export_onnx(tmp_path / "x.onnx", Keyword(), {"x": torch.randn(2, 6), "shift": torch.randn(2, 3)})
+    done = lobs.export_onnx(
+        tmp_path / "x.onnx", Keyword(), {"x": torch.randn(2, 6), "shift": torch.randn(2, 3)}
+    )
     assert done.inputs == ("x", "shift")
 
 
@@ -72,7 +78,9 @@ def test_a_wrong_onnx_answer_leaves_no_file(tmp_path, monkeypatch):
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnxscript" else object())
+    monkeypatch.setattr(
+        onnx_file, "find_spec", lambda name: None if name == "onnxscript" else object()
+    )
     with pytest.raises(LobsError, match=r"needs onnxscript: pip install 'lobs\[onnx\]'"):
         lobs.export_onnx(tmp_path / "x.onnx", nn.Linear(4, 3), torch.ones(2, 4))
 
@@ -88,7 +96,9 @@ def test_torch_export_gives_the_same_for_any_batch(tmp_path, batch):
 
 
 def test_torch_export_says_why_not():
-    with pytest.raises(LobsError, match=r"torch.export cannot follow this network: .*dynamic_batch=False"):
+    with pytest.raises(
+        LobsError, match=r"torch.export cannot follow this network: .*dynamic_batch=False"
+    ):
         lobs.export_program(Undecided(), torch.ones(2, 2))
     with pytest.raises(LobsError, match="type str"):
         lobs.export_program(nn.Linear(2, 2), "x")
@@ -138,7 +148,9 @@ def test_our_masks_in_torch_prune_and_back():
     x = torch.randn(3, 1, 8, 8)
     assert torch.equal(model.eval()(x), result.model(x))
     masks = lobs.from_torch_prune(model)
-    assert masks.keys() == result.masks.keys() and all(torch.equal(masks[n], m) for n, m in result.masks.items())
+    assert masks.keys() == result.masks.keys() and all(
+        torch.equal(masks[n], m) for n, m in result.masks.items()
+    )
     assert not torch_prune.is_pruned(model) and isinstance(model[4].weight, nn.Parameter)
 
 
@@ -149,7 +161,9 @@ def test_a_network_pruned_by_torch_becomes_ours(tmp_path):
     kept = lobs.from_torch_prune(model, permanent=False)
     assert torch_prune.is_pruned(model)
     masks = lobs.from_torch_prune(model)
-    assert set(masks) == {"0.weight", "4.weight"} and all(torch.equal(kept[n], m) for n, m in masks.items())
+    assert set(masks) == {"0.weight", "4.weight"} and all(
+        torch.equal(kept[n], m) for n, m in masks.items()
+    )
     loaded = lobs.load(lobs.save_compact(tmp_path / "x", model, masks).path)
     assert int((~loaded.masks["4.weight"]).sum()) == 360
     with lobs.hold(model, masks):
@@ -166,7 +180,10 @@ def test_rivals_are_weighed(monkeypatch):
     state = pruned().model.state_dict()
     sizes = dense_sizes(state)
     assert sizes["dense"] > sizes["gzip -9"] > 0
-    monkeypatch.setattr("lobs.deploy.export.sizes.import_module", lambda name: (_ for _ in ()).throw(ImportError(name)))
+    monkeypatch.setattr(
+        "lobs.deploy.export.sizes.import_module",
+        lambda name: (_ for _ in ()).throw(ImportError(name)),
+    )
     assert set(dense_sizes(state)) == {"dense", "gzip -9"}
 
 

@@ -17,11 +17,20 @@ class Residual(nn.Module):
     def __init__(self, inside, middle, outside, stride=1):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(inside, middle, 1, bias=False), nn.BatchNorm2d(middle)
-        self.conv2, self.bn2 = nn.Conv2d(middle, middle, 3, stride, 1, bias=False), nn.BatchNorm2d(middle)
+        self.conv2, self.bn2 = (
+            nn.Conv2d(middle, middle, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(middle),
+        )
         self.conv3, self.bn3 = nn.Conv2d(middle, outside, 1, bias=False), nn.BatchNorm2d(outside)
         self.relu = nn.ReLU(inplace=True)
         same = inside == outside and stride == 1
-        self.down = None if same else nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+        self.down = (
+            None
+            if same
+            else nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside)
+            )
+        )
 
     def forward(self, x):
         y = self.relu(self.bn1(self.conv1(x)))
@@ -33,7 +42,12 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )
         self.blocks = nn.Sequential(Residual(8, 6, 16), Residual(16, 6, 16), Residual(16, 8, 24, 2))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(24, 5)
@@ -78,7 +92,10 @@ def network(kind):
 
 def same(a, b, batches):
     with torch.no_grad():
-        return all(float((a(x) - b(x)).abs().max()) <= 1e-5 * max(1.0, float(a(x).abs().max())) for x in batches)
+        return all(
+            float((a(x) - b(x)).abs().max()) <= 1e-5 * max(1.0, float(a(x).abs().max()))
+            for x in batches
+        )
 
 
 @pytest.mark.parametrize("what", ["units", "inputs"])
@@ -98,7 +115,10 @@ def test_units_of_a_chain_all_go_with_their_constants_folded():
     model, batches = network("chain")
     pruned = lobs.prune(model, batches, Structured(0.5), progress=False).model
     smaller, report = lobs.shrink(pruned, batches[0])
-    assert report.channels == {"0": (8, 4), "4": (10, 5), "8": (12, 6), "12": (4, 4)} and not report.stayed
+    assert (
+        report.channels == {"0": (8, 4), "4": (10, 5), "8": (12, 6), "12": (4, 4)}
+        and not report.stayed
+    )
     assert smaller[8].in_features == 5 * 4 and smaller[1].num_features == 4
     assert "8: 12 → 6 units" in str(report)
 
@@ -107,7 +127,13 @@ def test_random_empty_units_with_biases_are_folded_exactly():
     for seed in range(10):
         torch.manual_seed(seed)
         model = nn.Sequential(
-            nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 7), nn.ELU(), nn.Linear(7, 2)
+            nn.Linear(6, 9),
+            nn.ReLU(),
+            nn.Linear(9, 7),
+            nn.Tanh(),
+            nn.Linear(7, 7),
+            nn.ELU(),
+            nn.Linear(7, 2),
         )
         with torch.no_grad():
             for layer in (0, 2, 4):
@@ -120,7 +146,10 @@ def test_a_residual_sum_loses_only_what_is_empty_on_both_sides():
     model, batches = network("resnet")
     block = model.blocks[0]
     with torch.no_grad():
-        for conv, norm, units in ((block.conv3, block.bn3, [1, 2, 3]), (block.down[0], block.down[1], [2, 3, 4])):
+        for conv, norm, units in (
+            (block.conv3, block.bn3, [1, 2, 3]),
+            (block.down[0], block.down[1], [2, 3, 4]),
+        ):
             conv.weight[units] = 0
             norm.running_mean[units] = 0
             norm.bias[units] = 0
@@ -129,7 +158,10 @@ def test_a_residual_sum_loses_only_what_is_empty_on_both_sides():
         model.blocks[1].bn3.bias[[2, 5]] = 0
     smaller, report = lobs.shrink(model, batches[0])
     assert (
-        report.channels["blocks.0.conv3"] == report.channels["blocks.0.down.0"] == report.channels["blocks.1.conv3"] == (16, 15)
+        report.channels["blocks.0.conv3"]
+        == report.channels["blocks.0.down.0"]
+        == report.channels["blocks.1.conv3"]
+        == (16, 15)
     )
     assert same(model, smaller, batches)
     assert any("not empty everywhere" in why for why in report.stayed)
@@ -161,7 +193,9 @@ def test_what_goes_may_empty_what_follows():
         model[0].weight[0] = 0
         model[2].weight[1, 1:] = 0  # reads the empty unit alone
     smaller, report = lobs.shrink(model, torch.randn(1, 3))
-    assert report.channels == {"0": (4, 3), "2": (4, 3), "4": (2, 2)} and same(model, smaller, [torch.randn(20, 3)])
+    assert report.channels == {"0": (4, 3), "2": (4, 3), "4": (2, 2)} and same(
+        model, smaller, [torch.randn(20, 3)]
+    )
 
 
 def test_a_layer_that_is_empty_keeps_one_unit():
@@ -179,7 +213,9 @@ def test_outputs_and_unknown_steps_stay_and_are_explained():
         model[2].weight[1] = 0
     smaller, report = lobs.shrink(model, torch.randn(1, 1, 4, 4))
     assert report.after == report.before and same(model, smaller, [torch.randn(2, 1, 4, 4)])
-    assert any("PixelShuffle" in why for why in report.stayed) and any("network returns it" in why for why in report.stayed)
+    assert any("PixelShuffle" in why for why in report.stayed) and any(
+        "network returns it" in why for why in report.stayed
+    )
 
 
 def test_grouped_convolutions_and_modules_called_twice_are_left_alone():
@@ -191,7 +227,9 @@ def test_grouped_convolutions_and_modules_called_twice_are_left_alone():
         def forward(self, x):
             return self.c(self.b(self.b(self.a(x))))
 
-    grouped = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    grouped = nn.Sequential(
+        nn.Conv2d(2, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    )
     for model, x in ((Twice(), torch.randn(5, 4)), (grouped, torch.randn(2, 2, 6, 6))):
         with torch.no_grad():
             next(model.parameters())[0] = 0

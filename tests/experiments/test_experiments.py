@@ -24,7 +24,10 @@ def test_an_error_counts_only_once_the_last_stage_is_pruned():
 
 def test_a_whole_name_means_one_row_and_a_part_all_that_hold_it():
     offered = ["lenet5/lobs", "lenet5/lobs-iterative", "lenet300/lobs"]
-    chosen = {part: [row for row in offered if _asked_for(row, [part], offered)] for part in ("lenet5/lobs", "lenet5", "lobs")}
+    chosen = {
+        part: [row for row in offered if _asked_for(row, [part], offered)]
+        for part in ("lenet5/lobs", "lenet5", "lobs")
+    }
     assert chosen == {"lenet5/lobs": ["lenet5/lobs"], "lenet5": offered[:2], "lobs": offered}
 
 

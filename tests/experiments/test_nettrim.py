@@ -40,23 +40,36 @@ def test_it_is_no_worse_in_l1_than_any_feasible_point_nearby():
     feasible = 0
     for _ in range(3000):
         step = torch.rand((), generator=generator) * 0.3
-        v = found.weight * (1 - 0.05 * step) + 0.02 * step * torch.randn(w.shape, generator=generator, dtype=torch.float64)
+        v = found.weight * (1 - 0.05 * step) + 0.02 * step * torch.randn(
+            w.shape, generator=generator, dtype=torch.float64
+        )
         z = v @ x
-        within = float((z - y)[y > 0].norm()) <= 0.3 * float(y.norm()) and float(z[y == 0].max()) <= 0
+        within = (
+            float((z - y)[y > 0].norm()) <= 0.3 * float(y.norm()) and float(z[y == 0].max()) <= 0
+        )
         feasible += within
         assert not within or float(v.abs().sum()) >= best * (1 - 1e-3)
-    scaled = [v for t in torch.linspace(0, 1, 21) if _feasible(v := found.weight + t * (w - found.weight), x, y)]
+    scaled = [
+        v
+        for t in torch.linspace(0, 1, 21)
+        if _feasible(v := found.weight + t * (w - found.weight), x, y)
+    ]
     assert all(float(v.abs().sum()) >= best * (1 - 1e-3) for v in scaled) and scaled
 
 
 def _feasible(v, x, y):
     z = v @ x
-    return float((z - y)[y > 0].norm()) <= 0.3 * float(y.norm()) * (1 + 1e-6) and float(z[y == 0].max()) <= 1e-6
+    return (
+        float((z - y)[y > 0].norm()) <= 0.3 * float(y.norm()) * (1 + 1e-6)
+        and float(z[y == 0].max()) <= 1e-6
+    )
 
 
 def test_a_larger_allowance_keeps_fewer_weights():
     w, x = layer(6, 20, 300)
-    kept = [int((net_trim(w, x, xi, iterations=3000).weight != 0).sum()) for xi in (0.02, 0.2, 0.5, 0.9)]
+    kept = [
+        int((net_trim(w, x, xi, iterations=3000).weight != 0).sum()) for xi in (0.02, 0.2, 0.5, 0.9)
+    ]
     assert kept == sorted(kept, reverse=True) and kept[0] > kept[-1]
 
 
@@ -67,9 +80,9 @@ def test_no_allowance_gives_the_dense_outputs_back():
 
 def test_at_its_own_count_exact_deletion_moves_the_outputs_less():
     w = torch.randn(10, 30, dtype=torch.float64)
-    x = torch.randn(30, 5, dtype=torch.float64) @ torch.randn(5, 1000, dtype=torch.float64) + 0.1 * torch.randn(
-        30, 1000, dtype=torch.float64
-    )
+    x = torch.randn(30, 5, dtype=torch.float64) @ torch.randn(
+        5, 1000, dtype=torch.float64
+    ) + 0.1 * torch.randn(30, 1000, dtype=torch.float64)
     trimmed = net_trim(w, x, 0.2, iterations=3000)
     removed = float((trimmed.weight == 0).double().mean())
     assert 0.2 < removed < 0.95
@@ -78,7 +91,11 @@ def test_at_its_own_count_exact_deletion_moves_the_outputs_less():
 
 
 def test_memory_grows_with_samples_for_the_quadratic_form_alone():
-    assert quadratic_form_bytes(2000, 300, 100) == 2 * quadratic_form_bytes(1000, 300, 100) == 2 * 48 * 10**9
+    assert (
+        quadratic_form_bytes(2000, 300, 100)
+        == 2 * quadratic_form_bytes(1000, 300, 100)
+        == 2 * 48 * 10**9
+    )
     assert moment_bytes(300) == 2 * 300 * 300 * 8
 
 

@@ -40,11 +40,27 @@ def test_the_probability_of_redrawing_falls():
 def test_surgery_ends_with_masked_weights_that_work():
     dense = net()
     done = operate(
-        dense, Shuffled(*task(), 24), Surgery(0.5), iterations=300, optimizer=sgd(0.1), evaluate=wrong, every=50, progress=False
+        dense,
+        Shuffled(*task(), 24),
+        Surgery(0.5),
+        iterations=300,
+        optimizer=sgd(0.1),
+        evaluate=wrong,
+        every=50,
+        progress=False,
     )
     assert 0 < done.kept_fraction < 0.7 and zeros_held(done.model, done.masks)
-    assert wrong(done.model) == done.history[-1][1] < 40 and done.history[-1][2] == done.kept_fraction
-    again = operate(dense, Shuffled(*task(), 24), Surgery(0.5), iterations=300, optimizer=sgd(0.1), progress=False)
+    assert (
+        wrong(done.model) == done.history[-1][1] < 40 and done.history[-1][2] == done.kept_fraction
+    )
+    again = operate(
+        dense,
+        Shuffled(*task(), 24),
+        Surgery(0.5),
+        iterations=300,
+        optimizer=sgd(0.1),
+        progress=False,
+    )
     assert equal(done.model, again.model)
 
 
@@ -56,9 +72,25 @@ def test_a_cut_weight_goes_on_learning_and_is_spliced_back():
     data = [(x, x @ torch.tensor([[1.0], [1.0]]))]
     rule = Surgery(0.0, gamma=0.0, freeze_after=1.0)  # thresholds 0.9 and 1.1 times the mean, 0.55
     loss = nn.functional.mse_loss
-    short = operate(layer, data, rule, iterations=1, loss=loss, optimizer=sgd(0.05, momentum=0.0), progress=False)
+    short = operate(
+        layer,
+        data,
+        rule,
+        iterations=1,
+        loss=loss,
+        optimizer=sgd(0.05, momentum=0.0),
+        progress=False,
+    )
     assert short.masks["weight"].tolist() == [[True, False]]
-    long = operate(layer, data, rule, iterations=100, loss=loss, optimizer=sgd(0.05, momentum=0.0), progress=False)
+    long = operate(
+        layer,
+        data,
+        rule,
+        iterations=100,
+        loss=loss,
+        optimizer=sgd(0.05, momentum=0.0),
+        progress=False,
+    )
     assert long.masks["weight"].tolist() == [[True, True]]
     torch.testing.assert_close(long.model.weight, torch.ones(1, 2), atol=0.05, rtol=0)
 

@@ -42,16 +42,27 @@ def lenet300_layers() -> Result:
 
 def lenet300_exact() -> Result:
     wanted = Sparsity({"fc2": 0.8, "fc3": 0.35})
-    return lobs.prune(zoo.trained("lenet300"), _images(400), wanted, solver="exact", inputs="pruned", progress=False)
+    return lobs.prune(
+        zoo.trained("lenet300"),
+        _images(400),
+        wanted,
+        solver="greedy",
+        inputs="pruned",
+        progress=False,
+    )
 
 
 def lenet300_published() -> Result:
     wanted = Sparsity({"fc2": 0.8, "fc3": 0.35})
-    return lobs.prune(zoo.trained("lenet300"), _images(400), wanted, solver="lobs", inputs="dense", progress=False)
+    return lobs.prune(
+        zoo.trained("lenet300"), _images(400), wanted, solver="lobs", inputs="dense", progress=False
+    )
 
 
 def lenet5() -> Result:
-    return lobs.prune(zoo.trained("lenet5"), _images(300), Sparsity(0.9), compensate="layers", progress=False)
+    return lobs.prune(
+        zoo.trained("lenet5"), _images(300), Sparsity(0.9), refit="layers", progress=False
+    )
 
 
 def _toy() -> tuple[nn.Module, list[torch.Tensor]]:
@@ -88,7 +99,9 @@ def attention() -> Result:
 
 def _mlp() -> tuple[nn.Module, list[torch.Tensor]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+    model = nn.Sequential(
+        nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)
+    )
     return model, list(torch.randn(8, 32, 40))
 
 
@@ -145,7 +158,13 @@ def two_processes() -> str:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     members = [
         subprocess.Popen(
             [sys.executable, "-c", _MEMBER],
@@ -174,7 +193,10 @@ CASES: dict[str, Callable[[], Any]] = {
 def digest(result: Result) -> str:
     """A hash of every weight and every mask of a result."""
     told = hashlib.sha256()
-    tensors = {**result.model.state_dict(), **{f"mask of {name}": mask for name, mask in result.masks.items()}}
+    tensors = {
+        **result.model.state_dict(),
+        **{f"mask of {name}": mask for name, mask in result.masks.items()},
+    }
     for name in sorted(tensors):
         told.update(name.encode())
         told.update(tensors[name].detach().contiguous().cpu().numpy().tobytes())
@@ -190,7 +212,11 @@ def arithmetic() -> str:
         moment = x.T @ x
         factor = torch.linalg.cholesky(moment)
         parts = [moment, factor, torch.cholesky_inverse(factor), torch.linalg.eigvalsh(moment)]
-        parts.append(torch.nn.functional.conv2d(x.reshape(1, 4, 100, 150), moment[:8, :36].reshape(8, 4, 3, 3)))
+        parts.append(
+            torch.nn.functional.conv2d(
+                x.reshape(1, 4, 100, 150), moment[:8, :36].reshape(8, 4, 3, 3)
+            )
+        )
         for part in parts:
             told.update(part.contiguous().numpy().tobytes())
     return told.hexdigest()

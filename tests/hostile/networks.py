@@ -66,7 +66,9 @@ class Uncopyable(Returning):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3))
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3)
+    )
 
 
 def convnet():
@@ -99,7 +101,9 @@ def tied():
 
 
 def attention():
-    return nn.Sequential(nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True))
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True)
+    )
 
 
 BODIES = [mlp, mlp, convnet, narrow, residual, tied, attention, lambda: nn.Linear(6, 3), nn.ReLU]
@@ -132,13 +136,17 @@ def hooked(net):
     net.register_forward_pre_hook(lambda m, args: (args[0] * 1.5,))
     net.register_forward_hook(lambda m, args, out: out)
     for module in net.children():
-        module.register_forward_hook(lambda m, args, out: out * 1.0 if isinstance(out, torch.Tensor) else out)
+        module.register_forward_hook(
+            lambda m, args, out: out * 1.0 if isinstance(out, torch.Tensor) else out
+        )
     return net
 
 
 def strided(net):
     for module in net.modules():
-        if isinstance(module, nn.Linear) and not isinstance(module.weight, nn.parameter.UninitializedParameter):
+        if isinstance(module, nn.Linear) and not isinstance(
+            module.weight, nn.parameter.UninitializedParameter
+        ):
             module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
     return net
 

@@ -39,12 +39,18 @@ def faults(case, seeds):
                 warnings.simplefilter("ignore")
                 wrong = case(seed)
         except LobsError as error:
-            wrong = None if len(str(error)) > 15 and "\n" not in str(error).strip() else f"says only: {error}"
+            wrong = (
+                None
+                if len(str(error)) > 15 and "\n" not in str(error).strip()
+                else f"says only: {error}"
+            )
         except Hang:
             wrong = "hangs"
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            place = [frame for frame in frames if "/lobs/" in frame.filename or frame is frames[-1]][-1]
+            place = [
+                frame for frame in frames if "/lobs/" in frame.filename or frame is frames[-1]
+            ][-1]
             wrong = f"{type(error).__name__}: {str(error)[:200]} ({place.filename.split('/')[-1]}:{place.lineno})"
         if wrong:
             found[seed] = wrong

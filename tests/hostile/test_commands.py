@@ -66,7 +66,11 @@ def line(seed):
     words = [rng.choice(["prune"] * 12 + ["inspect", "verify", "eval", "shrink"])]
     words += [rng.choice(NETWORKS)] if rng.random() < 0.97 else []
     for option in options:
-        words += [option] if OPTIONS[option] is None else [option, rng.choice(OPTIONS[option][:2] + OPTIONS[option])]
+        words += (
+            [option]
+            if OPTIONS[option] is None
+            else [option, rng.choice(OPTIONS[option][:2] + OPTIONS[option])]
+        )
     return words
 
 

@@ -20,8 +20,20 @@ from tests.hostile.running import faults
 def original(path, seed):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(6, 5, generator=generator) < 0.4
-    state = {"a.weight": torch.randn(6, 5, generator=generator) * mask, "a.bias": torch.zeros(6), "n": torch.tensor(3)}
-    rows = [{"name": "a", "kept": int(mask.sum()), "total": 30, "error": 0.5, "parameters": {"a.weight": [0, 6]}}]
+    state = {
+        "a.weight": torch.randn(6, 5, generator=generator) * mask,
+        "a.bias": torch.zeros(6),
+        "n": torch.tensor(3),
+    }
+    rows = [
+        {
+            "name": "a",
+            "kept": int(mask.sum()),
+            "total": 30,
+            "error": 0.5,
+            "parameters": {"a.weight": [0, 6]},
+        }
+    ]
     lobs.save(path, state, {"a.weight": mask}, {"layers": rows, "network": "os:getcwd"})
     return path.read_bytes()
 
@@ -55,7 +67,12 @@ def test_four_thousand_damaged_checkpoints(tmp_path, start):
 def test_an_archive_cannot_write_outside_its_folder(tmp_path):
     archive = tmp_path / "evil.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
-        for name in ("../data_batch_1.bin", "/tmp/lobs-escaped.bin", "x/../../test_batch.bin", "unknown.bin"):
+        for name in (
+            "../data_batch_1.bin",
+            "/tmp/lobs-escaped.bin",
+            "x/../../test_batch.bin",
+            "unknown.bin",
+        ):
             info = tarfile.TarInfo(name)
             info.size = 4
             tar.addfile(info, io.BytesIO(b"evil"))

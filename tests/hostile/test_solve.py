@@ -59,7 +59,10 @@ MOMENTS = [
     spread,
     lambda m, _: torch.eye(len(m), dtype=m.dtype),
     lambda m, _: torch.ones_like(m),
-    *(lambda m, _, kind=kind: m.to(kind) for kind in (torch.float16, torch.bfloat16, torch.float32, torch.int64)),
+    *(
+        lambda m, _, kind=kind: m.to(kind)
+        for kind in (torch.float16, torch.bfloat16, torch.float32, torch.int64)
+    ),
     lambda m, _: m[:-1],
     lambda m, _: m.to("meta"),
 ]
@@ -69,8 +72,14 @@ WEIGHTS = [
     *(lambda w, s=s: w * s for s in (0.0, 1e30, 1e-30, 1e-42)),
     lambda w: w.round().clamp(-1, 1),
     lambda w: w * 10.0 ** torch.linspace(-20, 20, w.shape[-1]),
-    *(lambda w, v=v: w.flatten().index_fill(0, torch.arange(min(1, w.numel())), v).view(w.shape) for v in (NAN, INF)),
-    *(lambda w, kind=kind: w.to(kind) for kind in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.complex64)),
+    *(
+        lambda w, v=v: w.flatten().index_fill(0, torch.arange(min(1, w.numel())), v).view(w.shape)
+        for v in (NAN, INF)
+    ),
+    *(
+        lambda w, kind=kind: w.to(kind)
+        for kind in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.complex64)
+    ),
     lambda w: (w * 30000).clamp(-6e4, 6e4).to(torch.float16),
     lambda w: torch.stack([w, w], dim=-1).flatten(-2)[..., ::2],
     lambda w: w.requires_grad_(),
@@ -88,7 +97,11 @@ TARGETS = [
 
 def drawn(seed):
     rng = random.Random(seed)
-    groups, rows, d = rng.choice([None, None, None, 1, 2]), rng.choice([0, 1, 1, 2, 3, 5]), rng.choice([1, 1, 2, 3, 4, 8, 12])
+    groups, rows, d = (
+        rng.choice([None, None, None, 1, 2]),
+        rng.choice([0, 1, 1, 2, 3, 5]),
+        rng.choice([1, 1, 2, 3, 4, 8, 12]),
+    )
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rng.choice([1, d // 2 + 1, 3 * d]), d, generator=generator, dtype=torch.float64)
     moment = rng.choice(MOMENTS)(x.T @ x / len(x), rng)
@@ -102,14 +115,22 @@ def drawn(seed):
     if rng.random() < 0.2:
         extras["damping"] = rng.choice([0.0, 1e-6, 1e30, 1e-300, -1.0, NAN, INF])
     if rng.random() < 0.2:
-        extras["row_weight"] = torch.full(shape[:-1], rng.choice([1.0, 0.0, NAN, -1.0, 1e30, 1e-40, INF]))
+        extras["row_weight"] = torch.full(
+            shape[:-1], rng.choice([1.0, 0.0, NAN, -1.0, 1e30, 1e-40, INF])
+        )
     if rng.random() < 0.4:
         extras["mean"] = torch.full((*shape[:-2], d), rng.choice([0.0, 1.0, NAN, 1e30]))
     if rng.random() < 0.4:
         extras["curvature"] = torch.full(shape, rng.choice([0.0, 1.0, NAN, -1.0, 1e30]))
     if rng.random() < 0.1:
         extras["positions"] = rng.choice([2, 0, -1, 3])
-    return weight, moment, extras, rng.choice([*SOLVERS, *SOLVERS, "unheard of", None]), rng.choice(TARGETS)
+    return (
+        weight,
+        moment,
+        extras,
+        rng.choice([*SOLVERS, *SOLVERS, "unheard of", None]),
+        rng.choice(TARGETS),
+    )
 
 
 def wrong(seed):
@@ -118,8 +139,11 @@ def wrong(seed):
     solution = solve(Problem(weight, moment, name="layer 'fc'", **extras), solver, target)
     laws = {
         "meta tensors were solved": not (weight.is_meta or moment.is_meta),
-        "inputs were written to": all(torch.equal(t.detach(), b) for t, b in zip((weight, moment), before, strict=True)),
-        "shape or type changed": solution.weight.shape == weight.shape and solution.weight.dtype == weight.dtype,
+        "inputs were written to": all(
+            torch.equal(t.detach(), b) for t, b in zip((weight, moment), before, strict=True)
+        ),
+        "shape or type changed": solution.weight.shape == weight.shape
+        and solution.weight.dtype == weight.dtype,
         "weights are not finite": bool(torch.isfinite(solution.weight).all()),
         "removed weights are not zero": bool((solution.weight[~solution.mask] == 0).all()),
         "error is not a number": math.isfinite(solution.error) and solution.error >= 0,
@@ -127,9 +151,13 @@ def wrong(seed):
         "a bias went": "bias_column" not in extras or bool(solution.mask[..., -1].all()),
     }
     if isinstance(target, int | float):
-        laws["other than the count asked for went"] = solution.removed == math.floor(target * solution.prunable + 0.5)
+        laws["other than the count asked for went"] = solution.removed == math.floor(
+            target * solution.prunable + 0.5
+        )
     if isinstance(target, ErrorBudget) and solution.removed:
-        laws["the error budget is exceeded"] = solution.error <= target.limit(solution.energy) * 1.001
+        laws["the error budget is exceeded"] = (
+            solution.error <= target.limit(solution.energy) * 1.001
+        )
     return "; ".join(fault for fault, holds in laws.items() if not holds)
 
 
@@ -146,7 +174,10 @@ def test_eleven_thousand_hostile_layers_are_solved_or_refused(start):
 
 def test_what_half_precision_cannot_hold_is_held_at_its_end():
     # Without the second column the first must grow past 65,504 to make up for it.
-    problem = Problem(torch.tensor([[60000.0, 60000.0]], dtype=torch.float16), torch.ones(2, 2) + 0.01 * torch.eye(2))
+    problem = Problem(
+        torch.tensor([[60000.0, 60000.0]], dtype=torch.float16),
+        torch.ones(2, 2) + 0.01 * torch.eye(2),
+    )
     solution = solve(problem, "exact", 0.5)
     assert float(solution.weight.abs().max()) == 65504.0
     assert solution.error == pytest.approx(problem.error_of(solution.weight))

@@ -24,8 +24,12 @@ class Observed:
         self.outputs = {name: [] for name in self.layers}
 
     def __enter__(self):
-        self.handles = [layer.on_input(self.inputs[name].append) for name, layer in self.layers.items()]
-        self.handles += [layer.on_output(self.outputs[name].append) for name, layer in self.layers.items()]
+        self.handles = [
+            layer.on_input(self.inputs[name].append) for name, layer in self.layers.items()
+        ]
+        self.handles += [
+            layer.on_output(self.outputs[name].append) for name, layer in self.layers.items()
+        ]
         return self
 
     def __exit__(self, *_):
@@ -36,11 +40,18 @@ class Observed:
 @st.composite
 def attentions(draw):
     """An attention and a call of it, in float64, over all of its options."""
-    heads, separate, batched = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.integers(0, 4)) > 0
+    heads, separate, batched = (
+        draw(st.integers(1, 3)),
+        draw(st.booleans()),
+        draw(st.integers(0, 4)) > 0,
+    )
     width, batch, targets = 2 * heads, draw(st.integers(1, 3)), draw(st.integers(1, 4))
     need_weights, causal = draw(st.booleans()), draw(st.integers(0, 3)) == 0
     sources = targets if causal else draw(st.integers(1, 4))
-    options = {name: draw(st.booleans()) for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
+    options = {
+        name: draw(st.booleans())
+        for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")
+    }
     torch.manual_seed(draw(st.integers(0, 2**16)))
     sizes = {"kdim": 3, "vdim": 5} if separate else {}
     module = nn.MultiheadAttention(width, heads, **options, **sizes).double().eval()
@@ -53,22 +64,37 @@ def attentions(draw):
         return torch.randn(shape if batched else (length, features)).double()
 
     key = sequence(sources, sizes.get("kdim", width))
-    value = sequence(sources, 5) if separate else draw(st.sampled_from([key, sequence(sources, width)]))
-    query = key if sources == targets and not separate and draw(st.booleans()) else sequence(targets, width)
+    value = (
+        sequence(sources, 5) if separate else draw(st.sampled_from([key, sequence(sources, width)]))
+    )
+    query = (
+        key
+        if sources == targets and not separate and draw(st.booleans())
+        else sequence(targets, width)
+    )
     kind = draw(st.sampled_from(["bool", "float"]))
 
     def mask(*shape):
         hidden = torch.rand(shape) < 0.4
         hidden[..., 0] = False  # nobody looks at nothing
-        return hidden if kind == "bool" else torch.where(hidden, -torch.inf, torch.randn(shape)).double()
+        return (
+            hidden
+            if kind == "bool"
+            else torch.where(hidden, -torch.inf, torch.randn(shape)).double()
+        )
 
     call = {"need_weights": need_weights, "average_attn_weights": draw(st.booleans())}
     if causal:
-        call |= {"attn_mask": torch.ones(targets, sources, dtype=torch.bool).triu(1), "is_causal": True}
+        call |= {
+            "attn_mask": torch.ones(targets, sources, dtype=torch.bool).triu(1),
+            "is_causal": True,
+        }
         kind = "bool"
     elif draw(st.booleans()):
         each = draw(st.booleans())
-        call["attn_mask"] = mask(*([(batch if batched else 1) * heads] if each else []), targets, sources)
+        call["attn_mask"] = mask(
+            *([(batch if batched else 1) * heads] if each else []), targets, sources
+        )
     if draw(st.booleans()):
         call["key_padding_mask"] = mask(*([batch] if batched else []), sources)
     return module, (query, key, value), call
@@ -125,10 +151,18 @@ class Alone(nn.Module):
 
     def forward(self, x):
         memory = x[:, :3, :]
-        return self.attention(x, memory[..., : self.attention.kdim], memory[..., : self.attention.vdim], need_weights=False)[0]
+        return self.attention(
+            x,
+            memory[..., : self.attention.kdim],
+            memory[..., : self.attention.vdim],
+            need_weights=False,
+        )[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "vdim": 6}, {"add_bias_kv": True, "add_zero_attn": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"kdim": 5, "vdim": 6}, {"add_bias_kv": True, "add_zero_attn": True}],
+)
 def test_the_running_projections_are_off_by_what_the_solutions_say(options):
     model, x = Alone(**options), torch.randn(30, 5, 8).double()
     result = lobs.prune(model, [x[:10], x[10:]], 0.5, progress=False)
@@ -137,15 +171,25 @@ def test_the_running_projections_are_off_by_what_the_solutions_say(options):
     for i, (role, y) in enumerate(zip(ROLES, given_, strict=False)):
 
         def project(m, i=i, role=role, y=y):
-            weight = getattr(m, f"{role}_weight") if m.in_proj_weight is None else m.in_proj_weight[8 * i : 8 * i + 8]
-            return F.linear(y, weight, None if m.in_proj_bias is None else m.in_proj_bias[8 * i : 8 * i + 8])
+            weight = (
+                getattr(m, f"{role}_weight")
+                if m.in_proj_weight is None
+                else m.in_proj_weight[8 * i : 8 * i + 8]
+            )
+            return F.linear(
+                y, weight, None if m.in_proj_bias is None else m.in_proj_bias[8 * i : 8 * i + 8]
+            )
 
         off = (project(dense) - project(pruned)).detach().square().sum(dim=-1).mean()
-        torch.testing.assert_close(result.solutions[f"attention.{role}"].error, float(off), rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(
+            result.solutions[f"attention.{role}"].error, float(off), rtol=1e-8, atol=1e-12
+        )
     alone = lobs.prune(model, [x], 0.5, layers="*.out_proj", progress=False)
     with torch.no_grad():
         off = (model(x) - alone.model(x)).square().sum(dim=-1).mean()
-    torch.testing.assert_close(alone.solutions["attention.out_proj"].error, float(off), rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        alone.solutions["attention.out_proj"].error, float(off), rtol=1e-8, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 5, "vdim": 6}])
@@ -161,8 +205,13 @@ def test_masks_speak_of_real_parameters_and_hold(tmp_path, options, prune_bias):
     removed = sum(int((~mask).sum()) for mask in result.masks.values())
     assert removed == result.total - result.kept
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
-    findings = verify_masks(saved) + ([] if prune_bias else verify_errors(saved, model, result.model, x))
-    assert all(f.holds for f in findings) and len([f for f in findings if f.check.startswith("count")]) == 4
+    findings = verify_masks(saved) + (
+        [] if prune_bias else verify_errors(saved, model, result.model, x)
+    )
+    assert (
+        all(f.holds for f in findings)
+        and len([f for f in findings if f.check.startswith("count")]) == 4
+    )
 
 
 def test_one_projection_may_be_pruned_alone():
@@ -194,13 +243,15 @@ def test_the_fused_encoder_is_seen_through_and_left_as_it_was(padded):
     padding[:3, 3:] = padded
     batch = {"src": x, "src_key_padding_mask": padding} if padded else x
     assert torch.backends.mha.get_fastpath_enabled()
-    calibration = lobs.collect(model, [batch])
+    calibration = lobs.collect_moments(model, [batch])
     assert torch.backends.mha.get_fastpath_enabled()
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert len(calibration) == 12 and {m.count for m in calibration.moments.values()} == {30}
     with torch.no_grad():  # the first attention sees the input itself
         expected = torch.einsum("bti,btj->ij", x.double(), x.double()) / 30
-    torch.testing.assert_close(calibration["layers.0.self_attn.q_proj"].moment[0, :8, :8], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        calibration["layers.0.self_attn.q_proj"].moment[0, :8, :8], expected, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_the_fused_and_the_observed_encoder_compute_the_same():
@@ -227,7 +278,7 @@ def test_everything_comes_back_when_a_network_raises():
 
     model = Raising()
     with pytest.raises(lobs.LobsError, match="ValueError: no"):
-        lobs.collect(model, [torch.randn(2, 3, 8)])
+        lobs.collect_moments(model, [torch.randn(2, 3, 8)])
     assert torch.backends.mha.get_fastpath_enabled()
     assert not any("forward" in m.__dict__ or m._forward_pre_hooks for m in model.modules())
 
@@ -235,7 +286,7 @@ def test_everything_comes_back_when_a_network_raises():
 def test_a_fast_path_that_the_user_switched_off_stays_off():
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        lobs.collect(encoder(), [torch.randn(2, 3, 8)])
+        lobs.collect_moments(encoder(), [torch.randn(2, 3, 8)])
         assert not torch.backends.mha.get_fastpath_enabled()
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
@@ -285,7 +336,10 @@ def test_an_attention_that_computes_otherwise_is_refused():
             out, weights = super().forward(*args, **kwargs)
             return 2 * out, weights
 
-    with pytest.raises(lobs.LobsError, match="Doubled computes its output in its own way, not as MultiheadAttention"):
+    with pytest.raises(
+        lobs.LobsError,
+        match="Doubled computes its output in its own way, not as MultiheadAttention",
+    ):
         find_layers(nn.Sequential(Doubled(4, 2)))
     module = nn.MultiheadAttention(4, 2)
     module.forward = lambda *args: args[0]

@@ -40,11 +40,18 @@ def test_what_is_not_pruned_is_named():
         "embedding.weight": 42,
         "memory.weight_ih_l0": 144,
         "memory.weight_hh_l0": 144,
-    } | {name: p.numel() for name, p in model.named_parameters() if name.startswith("head.") and p.dim() > 1}
+    } | {
+        name: p.numel()
+        for name, p in model.named_parameters()
+        if name.startswith("head.") and p.dim() > 1
+    }
 
 
 def test_an_empty_choice_names_what_could_be_pruned():
-    with pytest.raises(UnsupportedLayerError, match="Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention"):
+    with pytest.raises(
+        UnsupportedLayerError,
+        match="Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention",
+    ):
         find_layers(nn.LSTM(3, 3))
 
 
@@ -66,12 +73,18 @@ def test_parametrised_and_lazy_ones_are_refused_whatever_their_kind():
     with pytest.raises(UnsupportedLayerError, match="no shape yet"):
         find_layers(nn.LazyConvTranspose1d(2, 3))
     two = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)) for _ in range(2)))
-    assert [*refused_layers(two)] == ["0", "1"]  # computed weights are never taken for one that is shared
+    assert [*refused_layers(two)] == [
+        "0",
+        "1",
+    ]  # computed weights are never taken for one that is shared
 
 
 def test_a_network_that_running_would_change_is_refused_even_where_its_lazy_layer_is_skipped():
     model = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
-    with pytest.raises(UnsupportedLayerError, match=r"layer '1': its weight has no shape yet; run one batch first\.$"):
+    with pytest.raises(
+        UnsupportedLayerError,
+        match=r"layer '1': its weight has no shape yet; run one batch first\.$",
+    ):
         find_layers(model, "0")
 
 
@@ -85,7 +98,11 @@ def test_an_observation_ends_however_often_it_is_ended():
     for handle in [*handles, *handles]:
         handle.remove()
     model[0](torch.ones(1, 3))
-    assert len(seen) == 2 and "forward" not in model[1].__dict__ and torch.backends.mha.get_fastpath_enabled()
+    assert (
+        len(seen) == 2
+        and "forward" not in model[1].__dict__
+        and torch.backends.mha.get_fastpath_enabled()
+    )
 
 
 def test_an_output_that_comes_back_takes_its_place():
@@ -118,8 +135,22 @@ def test_the_command_line_takes_every_kind(folder):
     assert len(found["layers"]) == 7 and found["layers"][0]["type"] == "MultiheadAttention"
     assert [*found["refused"]] == ["head"] and "embedding.weight" in found["not_covered"]
     text = run("inspect", "mixed_network:network")
-    assert "refused: layer 'head': its weight is parametrised" in text and "not covered: memory.weight_ih_l0 (144" in text
-    run("prune", "mixed_network:network", "--keep", "50%", "--skip", "head", "--out", "x.safetensors", "--report", "x.html")
+    assert (
+        "refused: layer 'head': its weight is parametrised" in text
+        and "not covered: memory.weight_ih_l0 (144" in text
+    )
+    run(
+        "prune",
+        "mixed_network:network",
+        "--keep",
+        "50%",
+        "--skip",
+        "head",
+        "--out",
+        "x.safetensors",
+        "--report",
+        "x.html",
+    )
     assert "encoder.self_attn.k_proj" in (folder / "x.html").read_text()
     assert "everything holds" in run("verify", "x.safetensors", "--trust")
     assert lobs.load("x.safetensors").masks["encoder.self_attn.in_proj_weight"].shape == (18, 6)

@@ -35,18 +35,31 @@ def convolutions(draw, kinds=(*CONVOLUTIONS, *TRANSPOSED), most_padding=2):
         each(1, 5 if n < 3 else 4),
     )
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
-    options = {"groups": groups, "bias": draw(st.booleans()), "dilation": dilation, "stride": stride, "padding": padding}
+    options = {
+        "groups": groups,
+        "bias": draw(st.booleans()),
+        "dilation": dilation,
+        "stride": stride,
+        "padding": padding,
+    }
     if kind in TRANSPOSED:
-        options["output_padding"] = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+        options["output_padding"] = tuple(
+            draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)
+        )
         ends = zip(size, stride, padding, reach, options["output_padding"], strict=True)
         assume(all((m - 1) * s - 2 * p + r + o > 0 for m, s, p, r, o in ends))
     else:
         options["padding_mode"] = draw(st.sampled_from(["zeros", "zeros", "replicate", "circular"]))
-        assume(options["padding_mode"] != "circular" or all(p <= m for p, m in zip(padding, size, strict=True)))
+        assume(
+            options["padding_mode"] != "circular"
+            or all(p <= m for p, m in zip(padding, size, strict=True))
+        )
         assume(all(m + 2 * p >= r for m, p, r in zip(size, padding, reach, strict=True)))
     torch.manual_seed(draw(st.integers(0, 2**16)))
     batch = [] if draw(st.integers(0, 5)) == 0 else [draw(st.integers(1, 4))]
-    return kind(*channels, kernel, **options).double(), torch.randn(*batch, channels[0], *size).double()
+    return kind(*channels, kernel, **options).double(), torch.randn(
+        *batch, channels[0], *size
+    ).double()
 
 
 def units_first(layer, z):
@@ -57,7 +70,11 @@ def units_first(layer, z):
 
 def whole_patches(layer, x):
     patches = torch.cat(list(layer.patches(x)), dim=1)
-    return patches if layer.bias is None else torch.cat([patches, torch.ones_like(patches[..., :1])], dim=-1)
+    return (
+        patches
+        if layer.bias is None
+        else torch.cat([patches, torch.ones_like(patches[..., :1])], dim=-1)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,7 +95,9 @@ def test_the_running_convolution_is_off_by_what_the_solution_says(case):
     with torch.no_grad():
         off = (module(x) - result.model(x)).square()
     positions = off.numel() // module.out_channels
-    torch.testing.assert_close(result.solutions["model"].error, float(off.sum()) / positions, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(
+        result.solutions["model"].error, float(off.sum()) / positions, rtol=1e-8, atol=1e-12
+    )
     assert result.layers[0].samples == positions
     assert int((~result.masks["weight"]).sum()) == lobs.Sparsity(0.5).count(module.weight.numel())
     assert bool((result.model.weight[~result.masks["weight"]] == 0).all())
@@ -90,17 +109,21 @@ def test_the_streamed_moment_is_the_hessian_of_the_running_convolution(case):
     module, x = case
     layer = as_layer("conv", module)
     x = x if x.dim() == layer.dimensions + 2 else x.unsqueeze(0)
-    moments = lobs.collect(module, [x[:1], x[1:]] if len(x) > 1 else [x])["model"]
+    moments = lobs.collect_moments(module, [x[:1], x[1:]] if len(x) > 1 else [x])["model"]
     dense = module(x).detach()
 
     def error(weight):
-        return (functional_call(module, {"weight": weight}, (x,)) - dense).square().sum() / moments.count
+        return (
+            functional_call(module, {"weight": weight}, (x,)) - dense
+        ).square().sum() / moments.count
 
     numbers = torch.arange(module.weight.numel()).reshape(module.weight.shape)
     found = hessian(error)(module.weight.detach()).detach().reshape(numbers.numel(), -1).clone()
     for g, rows in enumerate(layer.unfolded(numbers)):
         for row in rows:
-            torch.testing.assert_close(found[row][:, row], 2 * moments.moment[g, : layer.columns, : layer.columns])
+            torch.testing.assert_close(
+                found[row][:, row], 2 * moments.moment[g, : layer.columns, : layer.columns]
+            )
             found[row.unsqueeze(1), row] = 0
     assert float(found.abs().max()) < 1e-9  # rows have nothing to do with one another
 
@@ -156,27 +179,35 @@ def test_an_output_size_that_patches_cannot_know_is_refused(kind):
 
     n, more = int(kind.__name__[-2]), 1
     x = torch.randn(1, 2, *[3] * n)
-    assert lobs.collect(Net(), [x])["up"].count == 7**n  # what it would be anyway
+    assert lobs.collect_moments(Net(), [x])["up"].count == 7**n  # what it would be anyway
     more = 2
-    with pytest.raises(lobs.LobsError, match=r"layer 'up' was called with output_size=\(8.*Set output_padding"):
-        lobs.collect(Net(), [x])
+    with pytest.raises(
+        lobs.LobsError, match=r"layer 'up' was called with output_size=\(8.*Set output_padding"
+    ):
+        lobs.collect_moments(Net(), [x])
 
 
-@pytest.mark.parametrize(("module", "wrong"), [(nn.Conv1d(2, 2, 3), (2, 3, 5)), (nn.ConvTranspose3d(2, 2, 3), (2, 4, 4))])
+@pytest.mark.parametrize(
+    ("module", "wrong"), [(nn.Conv1d(2, 2, 3), (2, 3, 5)), (nn.ConvTranspose3d(2, 2, 3), (2, 4, 4))]
+)
 def test_an_input_of_the_wrong_shape_is_refused(module, wrong):
-    with pytest.raises(lobs.LobsError, match="layer 'model' takes floating-point inputs of 2 channels"):
-        lobs.collect(module, [torch.randn(wrong)])
+    with pytest.raises(
+        lobs.LobsError, match="layer 'model' takes floating-point inputs of 2 channels"
+    ):
+        lobs.collect_moments(module, [torch.randn(wrong)])
 
 
 def test_a_thousand_groups_are_as_one_by_one():
     conv = nn.Conv2d(300, 300, 3, padding=1, groups=300)
     x = torch.randn(2, 300, 6, 6)
     result = lobs.prune(conv, [x], 0.4, progress=False)
-    moment = lobs.collect(conv, [x])["model"].moment
+    moment = lobs.collect_moments(conv, [x])["model"].moment
     for g in (0, 17, 299):
         alone = nn.Conv2d(1, 1, 3, padding=1)
         alone.load_state_dict({"weight": conv.weight[g : g + 1], "bias": conv.bias[g : g + 1]})
-        torch.testing.assert_close(moment[g], lobs.collect(alone, [x[:, g : g + 1]])["model"].moment[0])
+        torch.testing.assert_close(
+            moment[g], lobs.collect_moments(alone, [x[:, g : g + 1]])["model"].moment[0]
+        )
     with torch.no_grad():
         off = float((conv(x) - result.model(x)).square().sum()) / 72
     torch.testing.assert_close(result.solutions["model"].error, off, rtol=1e-4, atol=0)
@@ -186,7 +217,9 @@ def test_layers_are_found_inside_containers():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.branches = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), "b": nn.Linear(3, 3)})
+            self.branches = nn.ModuleDict(
+                {"a": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), "b": nn.Linear(3, 3)}
+            )
 
         def forward(self, x):
             return self.branches["b"](x) + sum(layer(x) for layer in self.branches["a"])

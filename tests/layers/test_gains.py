@@ -37,7 +37,8 @@ def test_a_transposed_convolution_whose_pieces_do_not_overlap_has_its_exact_gain
     module = TRANSPOSED[n - 1](1, 1, 2, stride=2, bias=False)
     nn.init.ones_(module.weight)
     layer = as_layer("up", module)
-    # Every input element is copied 2ⁿ times: it stretches by √2ⁿ, and the row of ones by as much again in the bound.
+    # Every input element is copied 2ⁿ times: it stretches by √2ⁿ, and the row of ones by as much
+    # again in the bound.
     spectral, _ = lipschitz._layer_gains(layer, torch.Size((1, 1, *[3] * n)), None)
     assert spectral == pytest.approx(2**n)
 
@@ -59,7 +60,9 @@ def test_certificate_is_never_below_what_is_measured(n, seed):
     )
     x = torch.randn(12, 2, *[5] * n)
     inputs = "pruned" if seed == 3 else "dense"
-    result = lobs.prune(model, [x], 0.2 + 0.2 * seed, inputs=inputs, batch_norm=False, progress=False)
+    result = lobs.prune(
+        model, [x], 0.2 + 0.2 * seed, inputs=inputs, batch_norm=False, progress=False
+    )
     certificate = result.certificate
     assert certificate.reason == "" and 0 < certificate.measured <= certificate.bound * (1 + 1e-5)
 

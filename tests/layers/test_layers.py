@@ -59,7 +59,9 @@ def test_convolution_is_linear_on_its_patches(kind, monkeypatch):
 
 def test_patch_order_is_that_of_the_flattened_kernel():
     conv = convolution()
-    patches = torch.cat(list(Conv2dLayer("conv", conv).patches(x := torch.randn(1, 4, 9, 8).double())), dim=1)
+    patches = torch.cat(
+        list(Conv2dLayer("conv", conv).patches(x := torch.randn(1, 4, 9, 8).double())), dim=1
+    )
     torch.testing.assert_close(patches[0], F.unfold(x, (3, 2))[0].T)
 
 
@@ -73,14 +75,18 @@ def test_unbatched_image_is_a_batch_of_one():
 def test_linear_takes_any_leading_shape(shape):
     linear = nn.Linear(7, 5).double()
     x = torch.randn(shape).double()
-    torch.testing.assert_close(by_matrix(LinearLayer("fc", linear), x)[0].T, linear(x).reshape(-1, 5))
+    torch.testing.assert_close(
+        by_matrix(LinearLayer("fc", linear), x)[0].T, linear(x).reshape(-1, 5)
+    )
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_write_is_the_inverse_of_matrix(kind):
     source, target = convolution(**CONVOLUTIONS[kind]), convolution(**CONVOLUTIONS[kind])
     Conv2dLayer("b", target).write(Conv2dLayer("a", source).matrix())
-    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True)
+    )
 
 
 def test_matrix_is_a_copy():
@@ -90,7 +96,9 @@ def test_matrix_is_a_copy():
 
 
 def test_layers_are_chosen_by_name_and_glob():
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    model = nn.Sequential(
+        nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    )
     assert [x.name for x in find_layers(model)] == ["0", "2.0", "2.1"]
     assert [x.name for x in find_layers(model, "2.*")] == ["2.0", "2.1"]
     assert [x.name for x in find_layers(model, skip=["0", "2.1"])] == ["2.0"]
@@ -117,7 +125,9 @@ def test_a_subclass_with_its_own_forward_is_refused():
         def forward(self, x):
             return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
 
-    with pytest.raises(UnsupportedLayerError, match="Standardised computes its output in its own way"):
+    with pytest.raises(
+        UnsupportedLayerError, match="Standardised computes its output in its own way"
+    ):
         find_layers(nn.Sequential(Standardised(1, 2, 3)))
 
 

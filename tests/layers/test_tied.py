@@ -32,10 +32,12 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("bias", ["shared", "none", "different"])
 def test_the_error_is_that_of_all_uses_together(bias):
     model, x = Tied(bias), torch.randn(40, 6).double()
-    result = lobs.prune(model, [x[:20], x[20:]], 0.5, compensate="layers", progress=False)
+    result = lobs.prune(model, [x[:20], x[20:]], 0.5, refit="layers", progress=False)
     assert [*result.masks] == ["a.weight"] and result.layers[0].samples == 60
     pruned = result.model
-    assert pruned.a.weight is pruned.b.weight and bool((pruned.b.weight[~result.masks["a.weight"]] == 0).all())
+    assert pruned.a.weight is pruned.b.weight and bool(
+        (pruned.b.weight[~result.masks["a.weight"]] == 0).all()
+    )
     with torch.no_grad():
         y = model.a(x).tanh()[::2]
         off = (model.a(x) - pruned.a(x)).square().sum() + (model.b(y) - pruned.b(y)).square().sum()
@@ -45,14 +47,19 @@ def test_the_error_is_that_of_all_uses_together(bias):
 def test_biases_that_differ_stay_as_they_are():
     model = Tied("different")
     result = lobs.prune(model, [torch.randn(40, 6).double()], 0.5, progress=False)
-    assert torch.equal(result.model.a.bias, model.a.bias) and torch.equal(result.model.b.bias, model.b.bias)
+    assert torch.equal(result.model.a.bias, model.a.bias) and torch.equal(
+        result.model.b.bias, model.b.bias
+    )
     assert result.solutions["a"].weight.shape == (1, 6, 6)
 
 
 def test_a_shared_bias_compensates_for_both():
     model = Tied("shared")
     result = lobs.prune(model, [torch.randn(40, 6).double() + 1], 0.5, progress=False)
-    assert not torch.equal(result.model.a.bias, model.a.bias) and result.model.a.bias is result.model.b.bias
+    assert (
+        not torch.equal(result.model.a.bias, model.a.bias)
+        and result.model.a.bias is result.model.b.bias
+    )
 
 
 def test_a_tied_layer_is_chosen_by_any_of_its_names():
@@ -78,7 +85,9 @@ def test_no_bound_is_claimed_for_a_weight_used_twice():
         def forward(self, x):
             return self.b(torch.relu(self.a(x)))
 
-    certificate = lobs.prune(Chain(), [torch.randn(40, 6).double()], 0.5, progress=False).certificate
+    certificate = lobs.prune(
+        Chain(), [torch.randn(40, 6).double()], 0.5, progress=False
+    ).certificate
     assert certificate.bound is None and "shares its weight" in certificate.reason
 
 
@@ -93,8 +102,13 @@ def test_tied_convolutions_must_cut_the_same_patches():
     with torch.no_grad():
         pruned, y = result.model, model[0](x)
         off = (y - pruned[0](x)).square().sum() + (model[1](y) - pruned[1](y)).square().sum()
-    torch.testing.assert_close(result.solutions["0"].error, float(off) / (2 * 5 * 36), rtol=1e-4, atol=0)
-    with pytest.raises(UnsupportedLayerError, match=r"its weight is shared by 0.weight, 1.weight.*Untie them, or skip"):
+    torch.testing.assert_close(
+        result.solutions["0"].error, float(off) / (2 * 5 * 36), rtol=1e-4, atol=0
+    )
+    with pytest.raises(
+        UnsupportedLayerError,
+        match=r"its weight is shared by 0.weight, 1.weight.*Untie them, or skip",
+    ):
         find_layers(pair(padding=1, stride=2))
 
 
@@ -102,14 +116,21 @@ def test_an_embedding_tied_to_the_last_layer_is_refused_and_can_be_skipped():
     class Language(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embedding, self.body, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+            self.embedding, self.body, self.head = (
+                nn.Embedding(9, 4),
+                nn.Linear(4, 4),
+                nn.Linear(4, 9, bias=False),
+            )
             self.head.weight = self.embedding.weight
 
         def forward(self, tokens):
             return self.head(torch.relu(self.body(self.embedding(tokens))))
 
     model, tokens = Language(), torch.randint(0, 9, (5, 7))
-    with pytest.raises(UnsupportedLayerError, match=r"'head': its weight is shared by embedding.weight, head.weight"):
+    with pytest.raises(
+        UnsupportedLayerError,
+        match=r"'head': its weight is shared by embedding.weight, head.weight",
+    ):
         lobs.prune(model, [tokens], 0.5, progress=False)
     result = lobs.prune(model, [tokens], 0.5, skip="head", progress=False)
     assert [row.name for row in result.layers] == ["body"] and result.layers[0].samples == 35
@@ -126,8 +147,13 @@ def test_attentions_may_share_their_projections():
     class Pair(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = (nn.MultiheadAttention(4, 2, batch_first=True).double() for _ in range(2))
-            self.second.in_proj_weight, self.second.in_proj_bias = self.first.in_proj_weight, self.first.in_proj_bias
+            self.first, self.second = (
+                nn.MultiheadAttention(4, 2, batch_first=True).double() for _ in range(2)
+            )
+            self.second.in_proj_weight, self.second.in_proj_bias = (
+                self.first.in_proj_weight,
+                self.first.in_proj_bias,
+            )
 
         def forward(self, x):
             y = self.first(x, x, x, need_weights=False)[0]
@@ -135,11 +161,13 @@ def test_attentions_may_share_their_projections():
 
     model, x = Pair(), torch.randn(10, 3, 4).double()
     result = lobs.prune(model, [x], 0.5, progress=False)
-    assert [row.name for row in result.layers] == [f"first.{r}" for r in ("q_proj", "k_proj", "v_proj", "out_proj")] + [
-        "second.out_proj"
-    ]
+    assert [row.name for row in result.layers] == [
+        f"first.{r}" for r in ("q_proj", "k_proj", "v_proj", "out_proj")
+    ] + ["second.out_proj"]
     y = model.first(x, x, x)[0].detach()
     change = (model.first.in_proj_weight - result.model.first.in_proj_weight).detach()[:4]
     shift = (model.first.in_proj_bias - result.model.first.in_proj_bias).detach()[:4]
     off = sum(F.linear(z, change, shift).square().sum() for z in (x, y))
-    torch.testing.assert_close(result.solutions["first.q_proj"].error, float(off) / 60, rtol=1e-8, atol=0)
+    torch.testing.assert_close(
+        result.solutions["first.q_proj"].error, float(off) / 60, rtol=1e-8, atol=0
+    )

@@ -18,15 +18,25 @@ FLOORS = [
     {"metric", "running"},
     {"problem", "layers", "compact", "callbacks", "adapters"},
     {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
-    {"solvers", "journal", "resume"},
+    {"solvers", "run_store", "resume"},
     {"calibrate", "wide"},
     {"gather", "preconditioning"},
     {"gauss_newton"},
     {"splitting"},
-    {"chain", "allocate", "influence", "streams", "batchnorm", "compensation", "shrinking", "curvature", "retraining"},
-    {"bounds", "outlook", "surgery", "forecasting"},
+    {
+        "chain",
+        "allocate",
+        "influence",
+        "streams",
+        "batchnorm",
+        "compensation",
+        "shrinking",
+        "curvature",
+        "retraining",
+    },
+    {"bounds", "preview", "surgery", "forecasting"},
     {"result"},
-    {"settled", "bridge", "demands"},
+    {"finished", "bridge", "demands"},
     {"job"},
     {"outcome"},
     {"trials", "arguments"},
@@ -49,7 +59,7 @@ MATH_BANK = {
     "kernels",
     "solvers",
     "allocate",
-    "outlook",
+    "preview",
 }
 FLOOR_OF = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
@@ -77,15 +87,21 @@ def test_imports_point_one_way(path):
     for name in imports(path):
         parts = name.split(".")
         if parts[0] == "lobs" and len(parts) > 1 and parts[1] != here:
-            assert FLOOR_OF[parts[1]] < FLOOR_OF[here], f"{here} (floor {FLOOR_OF[here]}) imports {name}"
+            assert FLOOR_OF[parts[1]] < FLOOR_OF[here], (
+                f"{here} (floor {FLOOR_OF[here]}) imports {name}"
+            )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) in MATH_BANK], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room_of(p) in MATH_BANK], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_the_math_bank_never_imports_torch_nn(path):
     assert not [name for name in imports(path) if name.startswith("torch.nn")]
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room_of(p) != "linalg"], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room_of(p) != "linalg"], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_only_linalg_calls_torch_linalg(path):
     assert "torch.linalg" not in path.read_text()
 

@@ -24,8 +24,18 @@ def test_there_are_examples():
 def test_example_runs(path, tmp_path):
     if "transformers" in path.read_text() and find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    settings = {**os.environ, "PYTHONPATH": str(Path(lobs.__file__).parent.parent), "HF_HUB_OFFLINE": "1"}
+    settings = {
+        **os.environ,
+        "PYTHONPATH": str(Path(lobs.__file__).parent.parent),
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, str(path)],
+        cwd=tmp_path,
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

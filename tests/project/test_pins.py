@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-REQUIREMENT = re.compile(r'^\s*"(?P<name>[\w\[\],-]+)(?P<bound>[<>=~!][^"]*)?",?\s*(?P<comment>#.*)?$')
+REQUIREMENT = re.compile(
+    r'^\s*"(?P<name>[\w\[\],-]+)(?P<bound>[<>=~!][^"]*)?",?\s*(?P<comment>#.*)?$'
+)
 
 
 def requirements():
@@ -28,7 +30,9 @@ def test_every_dependency_has_a_lower_bound_and_a_reason():
 
 
 def pins():
-    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    lines = [
+        line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("-")]
 
 

@@ -16,7 +16,17 @@ def test_the_wheel_runs_the_demo_from_any_folder(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, wheel]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        target,
+        wheel,
+    ]
     subprocess.run(install, check=True, capture_output=True)
     environment = os.environ | {"PYTHONPATH": str(target)}
     where = subprocess.run(
@@ -37,5 +47,8 @@ def test_the_wheel_runs_the_demo_from_any_folder(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert {p.name for p in (elsewhere / "lobs-demo").iterdir()} == {"report.html", "lenet300-7pct.safetensors"}
+    assert {p.name for p in (elsewhere / "lobs-demo").iterdir()} == {
+        "report.html",
+        "lenet300-7pct.safetensors",
+    }
     assert (target / "lobs" / "py.typed").is_file()

@@ -63,7 +63,9 @@ def test_layer_error_is_what_running_the_layer_shows(inputs):
     for row in result.layers:
         dense, sparse = model.get_submodule(row.name), result.model.get_submodule(row.name)
         seen = []
-        handle = watched.get_submodule(row.name).register_forward_pre_hook(lambda m, args, seen=seen: seen.append(args[0]))
+        handle = watched.get_submodule(row.name).register_forward_pre_hook(
+            lambda m, args, seen=seen: seen.append(args[0])
+        )
         with torch.no_grad():
             for x, _ in batches:
                 watched(x)
@@ -86,7 +88,9 @@ def test_masks_and_counts_are_those_of_the_model():
 def test_layers_outside_the_target_are_untouched():
     model = network()
     result = lobs.prune(model, data(), Sparsity({"4": 0.9}), progress=False)
-    assert torch.equal(model[0].weight, result.model[0].weight) and torch.equal(model[6].bias, result.model[6].bias)
+    assert torch.equal(model[0].weight, result.model[0].weight) and torch.equal(
+        model[6].bias, result.model[6].bias
+    )
     skipped = lobs.prune(model, data(), 0.9, skip="6", progress=False)
     assert torch.equal(model[6].weight, skipped.model[6].weight) and len(skipped.layers) == 2
 
@@ -117,9 +121,11 @@ def test_what_is_sparser_already_stays_as_it_is_and_is_told_so():
     model, batches = network(), data()
     sparse = lobs.prune(model, batches, 0.9, progress=False).model
     with pytest.warns(lobs.NumericalWarning, match="ask for fewer than they had"):
-        again = lobs.prune(sparse, batches, 0.5, compensate="layers", progress=False)
+        again = lobs.prune(sparse, batches, 0.5, refit="layers", progress=False)
     for name, mask in again.masks.items():
-        assert not bool(again.model.state_dict()[name][(sparse.state_dict()[name] == 0) | ~mask].any())
+        assert not bool(
+            again.model.state_dict()[name][(sparse.state_dict()[name] == 0) | ~mask].any()
+        )
     assert again.certificate.measured < 1e-6
 
 
@@ -130,7 +136,13 @@ def test_a_layer_that_loses_weights_is_no_sparse_one():
         model[0].weight *= torch.rand(64, 20) < 0.1
     with warnings.catch_warnings():
         warnings.simplefilter("error", lobs.NumericalWarning)
-        lobs.prune(model, [torch.randn(2000, 20)], Sparsity(0.5, scope="layer"), damping=1e-3, progress=False)
+        lobs.prune(
+            model,
+            [torch.randn(2000, 20)],
+            Sparsity(0.5, scope="layer"),
+            damping=1e-3,
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.float32])
@@ -148,26 +160,35 @@ def test_small_weights_that_come_back_are_not_taken_for_dust(kind):
 def test_a_generator_is_as_good_as_a_list():
     model, batches = network(), data()
     listed, read = (lobs.prune(model, b, 0.5, progress=False) for b in (batches, iter(batches)))
-    assert all(torch.equal(a, b) for a, b in zip(listed.masks.values(), read.masks.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(listed.masks.values(), read.masks.values(), strict=True)
+    )
     assert read.certificate.measured == listed.certificate.measured
 
 
 def test_a_data_loader_works():
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8)), batch_size=16)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8)), batch_size=16
+    )
     assert lobs.prune(network(), loader, 0.5, progress=False).settings["samples"] == 40
 
 
 def test_pruned_inputs_see_the_pruned_network():
     model, batches = network(), data(256)
-    target = lobs.Sparsity(0.8, scope="layer")  # a shared budget would look at two different pruned networks
-    dense = lobs.prune(model, batches, target, compensate="layers", progress=False)
+    target = lobs.Sparsity(
+        0.8, scope="layer"
+    )  # a shared budget would look at two different pruned networks
+    dense = lobs.prune(model, batches, target, refit="layers", progress=False)
     pruned = lobs.prune(model, batches, target, inputs="pruned", progress=False)
     assert torch.equal(dense.model[0].weight, pruned.model[0].weight)
     assert not torch.equal(dense.model[4].weight, pruned.model[4].weight)
 
 
 def test_more_weights_never_hurt_the_layer():
-    errors = [lobs.prune(network_of(7), DATA, f, progress=False).layers[1].error for f in (0.2, 0.5, 0.8, 0.95)]
+    errors = [
+        lobs.prune(network_of(7), DATA, f, progress=False).layers[1].error
+        for f in (0.2, 0.5, 0.8, 0.95)
+    ]
     assert errors == sorted(errors)
 
 
@@ -179,7 +200,9 @@ def network_of(seed):
 DATA = data()
 
 
-@pytest.mark.parametrize("wrong", [{"inputs": "sideways"}, {"solver": "best"}, {"layers": "nope"}, {"target": "a lot"}])
+@pytest.mark.parametrize(
+    "wrong", [{"inputs": "sideways"}, {"solver": "best"}, {"layers": "nope"}, {"target": "a lot"}]
+)
 def test_wrong_arguments_name_the_choices(wrong):
     arguments = {"target": 0.5, "progress": False} | wrong
     with pytest.raises(LobsError, match=r"use|There are"):

@@ -46,10 +46,17 @@ def test_each_point_is_what_prune_gives(solver):
 
 def test_by_epsilon_the_error_stays_within():
     model = nn.Linear(10, 8)
-    found = sweep(model, [torch.randn(100, 10)], lambda net: 0.0, [0.05, 0.2], by="epsilon", progress=False)
-    assert all(p.relative_error <= p.asked for p in found) and found[1].kept_fraction < found[0].kept_fraction
+    found = sweep(
+        model, [torch.randn(100, 10)], lambda net: 0.0, [0.05, 0.2], by="epsilon", progress=False
+    )
+    assert (
+        all(p.relative_error <= p.asked for p in found)
+        and found[1].kept_fraction < found[0].kept_fraction
+    )
 
 
 def test_unknown_axis_is_refused():
     with pytest.raises(lobs.LobsError, match="use 'ratio' or 'epsilon'"):
-        sweep(nn.Linear(2, 2), [torch.ones(1, 2)], lambda net: 0.0, [0.5], by="time", progress=False)
+        sweep(
+            nn.Linear(2, 2), [torch.ones(1, 2)], lambda net: 0.0, [0.5], by="time", progress=False
+        )

@@ -38,22 +38,38 @@ def missing() -> str:
 
 
 def browser() -> str | None:
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
 
 
 class Chrome:
     """One browser session with a profile of its own; use as a context manager."""
 
     def __enter__(self) -> Chrome:
-        self.profile = tempfile.TemporaryDirectory(prefix="lobs-chrome-", ignore_cleanup_errors=True)
+        self.profile = tempfile.TemporaryDirectory(
+            prefix="lobs-chrome-", ignore_cleanup_errors=True
+        )
         command = [shutil.which("chromedriver"), "--port=0"]
-        self.driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.driver = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         try:
             self.base = f"http://127.0.0.1:{self._port()}"
-            options = {"binary": browser(), "args": [*FLAGS, f"--user-data-dir={self.profile.name}"]}
-            wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+            options = {
+                "binary": browser(),
+                "args": [*FLAGS, f"--user-data-dir={self.profile.name}"],
+            }
+            wanted = {
+                "goog:chromeOptions": options,
+                "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+            }
             wanted["timeouts"] = {"script": 1000 * PATIENCE, "pageLoad": 1000 * PATIENCE}
-            answer = self._send("POST", "/session", {"capabilities": {"alwaysMatch": {"browserName": "chrome", **wanted}}})
+            answer = self._send(
+                "POST",
+                "/session",
+                {"capabilities": {"alwaysMatch": {"browserName": "chrome", **wanted}}},
+            )
             self.base += f"/session/{answer['sessionId']}"
             self._send("POST", "/url", {"url": "about:blank"})  # leave the page that new tabs show
             self.log("performance")
@@ -78,9 +94,13 @@ class Chrome:
 
     def _send(self, method: str, path: str, body: dict | None) -> object:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.base + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self.base + path, data, {"Content-Type": "application/json"}, method=method
+        )
         try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=PATIENCE) as answer:
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+                request, timeout=PATIENCE
+            ) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             with error:
@@ -107,17 +127,36 @@ class Chrome:
 
     def complaints(self) -> list[str]:
         """What the console said since the last look."""
-        return [entry["message"] for entry in self.log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+        return [
+            entry["message"]
+            for entry in self.log("browser")
+            if entry["level"] in ("SEVERE", "WARNING")
+        ]
 
     def requests(self) -> list[str]:
         """Every address that was asked for since the last look."""
         messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
-        return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        return [
+            m["params"]["request"]["url"]
+            for m in messages
+            if m["method"] == "Network.requestWillBeSent"
+        ]
 
-    def emulate(self, width: int = 1200, height: int = 900, *, scheme: str = "light", phone: bool = False) -> None:
-        self.protocol("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+    def emulate(
+        self, width: int = 1200, height: int = 900, *, scheme: str = "light", phone: bool = False
+    ) -> None:
+        self.protocol(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
         self.protocol("Emulation.setTouchEmulationEnabled", enabled=phone)
-        self.protocol("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.protocol(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def photograph(self, path: Path) -> None:
         """The whole page, beyond what the window shows."""

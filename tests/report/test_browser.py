@@ -27,7 +27,15 @@ def pruned(fraction=0.8, **more):
         *(nn.Flatten(), nn.Linear(128, 12), nn.ReLU(), nn.Linear(12, 5)),
     )
     images = torch.rand(200, 1, 16, 16)
-    result = lobs.prune(model, [images], fraction, solver=lobs.Exact(backend="torch"), diagnostics=True, progress=False, **more)
+    result = lobs.prune(
+        model,
+        [images],
+        fraction,
+        solver=lobs.GreedyOBS(backend="torch"),
+        diagnostics=True,
+        progress=False,
+        **more,
+    )
     return Run("main", result, 1.5, 1.8, dense=model, example=images)
 
 
@@ -68,7 +76,9 @@ def opened(browser, pages):
 
 def move(browser, stop):
     browser.run(
-        "const s = document.getElementById('budget'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))", stop
+        "const s = document.getElementById('budget'); s.value = arguments[0]; s.dispatchEvent(new "
+        "Event('input'))",
+        stop,
     )
 
 
@@ -77,19 +87,21 @@ def text(browser, place):
 
 
 def test_the_slider_redraws_kept_fractions_and_predicted_errors_from_the_stored_curves(opened, run):
-    page, outlook = opened("one.html"), run.pruning.outlook
-    names = list(outlook.totals)
-    for stop in (0, outlook.at // 2, len(outlook.change) - 1, outlook.at):
+    page, preview = opened("one.html"), run.pruning.preview
+    names = list(preview.totals)
+    for stop in (0, preview.at // 2, len(preview.change) - 1, preview.at):
         move(page, stop)
         bars = page.run("return document.getElementById('what-if-kept').data[0].x")
-        assert bars == pytest.approx([100 * (1 - outlook.removed[n][stop] / outlook.totals[n]) for n in names])
+        assert bars == pytest.approx(
+            [100 * (1 - preview.removed[n][stop] / preview.totals[n]) for n in names]
+        )
         marks = page.run("return document.getElementById('what-if-errors').data[0].x")
-        assert marks == [outlook.errors[n][stop] or None for n in names]
+        assert marks == [preview.errors[n][stop] or None for n in names]
         shown = page.run("return document.getElementById('what-if-change').data[1].y[0]")
-        assert shown == (outlook.change[stop] or None)
+        assert shown == (preview.change[stop] or None)
         share = float(text(page, "budget-share").rstrip("\u202f %"))
-        assert share == pytest.approx(100 * outlook.kept_fraction(stop), rel=5e-3)
-        assert float(text(page, "budget-change")) == pytest.approx(outlook.change[stop], rel=1e-3)
+        assert share == pytest.approx(100 * preview.kept_fraction(stop), rel=5e-3)
+        assert float(text(page, "budget-change")) == pytest.approx(preview.change[stop], rel=1e-3)
 
 
 def test_at_the_budget_that_was_run_the_slider_says_what_the_run_recorded(opened, run):
@@ -110,9 +122,14 @@ def test_the_console_is_silent_and_nothing_is_fetched(opened, pages, name):
     if name != "none.html":
         move(page, 2)
     page.run("document.querySelectorAll('button').forEach(b => b.click())")
-    page.run("document.querySelectorAll('select').forEach(s => { s.selectedIndex = 1; s.dispatchEvent(new Event('change')) })")
+    page.run(
+        "document.querySelectorAll('select').forEach(s => { s.selectedIndex = 1; "
+        "s.dispatchEvent(new Event('change')) })"
+    )
     assert page.complaints() == []
-    assert {address for address in page.requests() if not address.startswith("data:")} == {(pages / name).as_uri()}
+    assert {address for address in page.requests() if not address.startswith("data:")} == {
+        (pages / name).as_uri()
+    }
 
 
 def test_a_run_without_curves_says_why_there_is_no_slider(opened, run):
@@ -150,7 +167,9 @@ def test_every_plot_can_be_hovered_and_zoomed(opened):
         )  # fmt: skip
         assert hovered, plot
     page.run("Plotly.relayout('relative', {'xaxis.range': [-1.2, -0.9]})")
-    page.wait("return document.getElementById('relative').querySelectorAll('.xtick text').length > 1")
+    page.wait(
+        "return document.getElementById('relative').querySelectorAll('.xtick text').length > 1"
+    )
 
 
 def test_pictures_show_what_was_removed_as_gaps(opened, run):
@@ -165,7 +184,8 @@ def test_dark_and_light_are_both_drawn(opened):
     page = opened("one.html", scheme="light")
     look = (
         "const p = document.getElementById('kept');"
-        "return [getComputedStyle(document.body).backgroundColor, p._fullLayout.font.color, p._fullLayout.xaxis.gridcolor]"
+        "return [getComputedStyle(document.body).backgroundColor, p._fullLayout.font.color, "
+        "p._fullLayout.xaxis.gridcolor]"
     )
     light = page.run(look)
     page.emulate(scheme="dark")
@@ -178,11 +198,16 @@ def test_dark_and_light_are_both_drawn(opened):
 def test_a_phone_needs_no_sideways_scrolling(opened, name):
     page = opened(name, width=390, height=844, phone=True)
     assert page.run("return document.documentElement.scrollWidth") <= 390
-    assert page.run("return [...document.querySelectorAll('.plot')].every(p => p.getBoundingClientRect().right <= 391)")
+    assert page.run(
+        "return [...document.querySelectorAll('.plot')].every(p => p.getBoundingClientRect().right "
+        "<= 391)"
+    )
 
 
 def test_the_command_is_copied(opened):
     page = opened("one.html")
-    label = page.run("const b = document.querySelector('[data-copy=command]'); b.click(); return b.textContent")
+    label = page.run(
+        "const b = document.querySelector('[data-copy=command]'); b.click(); return b.textContent"
+    )
     assert label in ("Copied", "Press Ctrl+C")
     assert page.run("return getSelection().toString().trim()") == "lobs prune net --keep 20%"

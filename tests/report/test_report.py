@@ -19,12 +19,26 @@ from torch import nn
 import lobs
 from lobs.errors import FileError, LobsError
 from lobs.certificate.bound import Certificate
-from lobs.report import Run, figures, panels, pictures, read_run, waterfall, whatif, words, write_report
+from lobs.report import (
+    Run,
+    figures,
+    panels,
+    pictures,
+    read_run,
+    waterfall,
+    whatif,
+    words,
+    write_report,
+)
 from lobs.report.tables import environment
 from lobs.pruning.result import Histogram
 
-HOSTILE = ['<img src="https://evil.example/x">', "</script><script>alert(1)</script>", "%{x} & <a href='https://evil.example'>"]
-SOLVERS = {"exact": lobs.Exact(backend="torch"), "lobs": "lobs", "magnitude": "magnitude"}
+HOSTILE = [
+    '<img src="https://evil.example/x">',
+    "</script><script>alert(1)</script>",
+    "%{x} & <a href='https://evil.example'>",
+]
+SOLVERS = {"greedy": lobs.GreedyOBS(backend="torch"), "lobs": "lobs", "magnitude": "magnitude"}
 
 
 class Residual(nn.Module):
@@ -38,7 +52,9 @@ class Residual(nn.Module):
 
 def run(solver, model=None, **more):
     torch.manual_seed(1)
-    network = model or nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3))
+    network = model or nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 3)
+    )
     batches = [torch.randn(40, 6)]
     result = lobs.prune(
         network,
@@ -73,7 +89,9 @@ def own(text):
 
 
 def drawn(text):
-    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)[1]
+    )
 
 
 class Reader(HTMLParser):
@@ -105,10 +123,21 @@ def test_the_page_loads_nothing_from_anywhere(three, page):
 
 
 def test_hostile_strings_are_text_and_nothing_else(three, page):
-    layers = tuple(dataclasses.replace(layer, name=name) for layer, name in zip(three[0].pruning.layers, HOSTILE, strict=True))
+    layers = tuple(
+        dataclasses.replace(layer, name=name)
+        for layer, name in zip(three[0].pruning.layers, HOSTILE, strict=True)
+    )
     solutions = dict(zip(HOSTILE, three[0].pruning.solutions.values(), strict=True))
-    result = dataclasses.replace(three[0].pruning, layers=layers, solutions=solutions, settings={HOSTILE[1]: HOSTILE[0]})
-    text = own(page([Run(HOSTILE[1], result, metric=HOSTILE[0])], title=HOSTILE[1], command=f"lobs {HOSTILE[0]} \udce9"))
+    result = dataclasses.replace(
+        three[0].pruning, layers=layers, solutions=solutions, settings={HOSTILE[1]: HOSTILE[0]}
+    )
+    text = own(
+        page(
+            [Run(HOSTILE[1], result, metric=HOSTILE[0])],
+            title=HOSTILE[1],
+            command=f"lobs {HOSTILE[0]} \udce9",
+        )
+    )
     reader = Reader(text)
     tags = [tag for tag, _ in reader.tags]
     assert tags.count("script") == 3
@@ -128,15 +157,24 @@ def test_the_numbers_are_those_of_the_pruning(three, page):
         assert f"{result.kept:,} ({words.percent(result.kept / result.total)})" in cells
         assert {words.number(certificate.bound), words.number(certificate.measured)} <= set(cells)
         for layer in result.layers:
-            at = max(i for i in range(len(cells)) if cells[i : i + 2] == [layer.name, "×".join(map(str, layer.shape))])
-            assert [layer.name, str(layer.kept), str(layer.total)] == [cells[at], *cells[at + 2 : at + 4]]
+            at = max(
+                i
+                for i in range(len(cells))
+                if cells[i : i + 2] == [layer.name, "×".join(map(str, layer.shape))]
+            )
+            assert [layer.name, str(layer.kept), str(layer.total)] == [
+                cells[at],
+                *cells[at + 2 : at + 4],
+            ]
             assert {words.number(layer.error), words.number(layer.relative_error)} <= set(cells)
     assert "1.66 → 1.85" in cells
     shown = drawn(text)
     marks = {tuple(trace["x"]) for trace in shown["relative"]["data"]}
     assert marks == {tuple(layer.relative_error for layer in one.pruning.layers) for one in three}
     bars = [trace["x"] for trace in shown["bounds"]["data"]]
-    assert bars == [[c.measured, c.bound, c.frobenius_bound] for c in (one.pruning.certificate for one in three)]
+    assert bars == [
+        [c.measured, c.bound, c.frobenius_bound] for c in (one.pruning.certificate for one in three)
+    ]
     for index, one in enumerate(three):
         (bars,) = shown[f"ledger-{index}"]["data"]
         certificate = one.pruning.certificate
@@ -155,7 +193,10 @@ def test_the_best_of_a_column_is_marked_and_equals_are_not(three, page):
 
 def test_kept_bars_are_drawn_once_where_all_runs_agree(three):
     assert [trace["marker"]["color"] for trace in figures.kept(three)["data"]] == [figures.NEUTRAL]
-    fewer = dataclasses.replace(three[1].pruning, layers=tuple(dataclasses.replace(x, kept=1) for x in three[1].pruning.layers))
+    fewer = dataclasses.replace(
+        three[1].pruning,
+        layers=tuple(dataclasses.replace(x, kept=1) for x in three[1].pruning.layers),
+    )
     assert len(figures.kept([three[0], Run("fewer", fewer)])["data"]) == 2
     assert figures.kept(three[:1])["data"][0]["marker"]["color"] == figures.COLOURS[0]
 
@@ -166,8 +207,13 @@ def test_cuts_lie_where_pruning_stopped(three):
         at = line["x"].index(round(100 * solution.removed / solution.prunable, 3))
         drawn = (float(solution.curve[solution.removed]) / solution.energy) ** 0.5
         assert line["y"][at] == pytest.approx(drawn, rel=1e-3)
-        assert drawn >= solution.relative_error * (1 - 1e-6)  # what damping adds to the error is in the curve alone
-        places = [(100 * s.removed / s.prunable, s.relative_error) for s in (r.pruning.solutions[name] for r in three[::-1])]
+        assert drawn >= solution.relative_error * (
+            1 - 1e-6
+        )  # what damping adds to the error is in the curve alone
+        places = [
+            (100 * s.removed / s.prunable, s.relative_error)
+            for s in (r.pruning.solutions[name] for r in three[::-1])
+        ]
         assert [(cut["x"][0], cut["y"][0]) for cut in cuts] == places
 
 
@@ -200,17 +246,26 @@ def test_a_refused_certificate_is_explained_in_words(page):
     text = own(page([refused]))
     said = " ".join("".join(Reader(text).texts).split())
     assert certificate.reason in said
-    assert f"The output moved on the calibration samples by {words.number(certificate.measured)}." in said
+    assert (
+        f"The output moved on the calibration samples by {words.number(certificate.measured)}."
+        in said
+    )
     assert "bounds" not in drawn(text)
 
 
 def test_a_sensitivity_histogram_holds_every_weight(three):
     for layer in three[0].pruning.layers:
         (trace,) = panels.sensitivity(layer.sensitivity)["data"]
-        assert sum(trace["y"]) + 100 * layer.sensitivity.zeros / layer.total == pytest.approx(100, abs=0.1)
+        assert sum(trace["y"]) + 100 * layer.sensitivity.zeros / layer.total == pytest.approx(
+            100, abs=0.1
+        )
     assert panels.sensitivity(Histogram((), (), 12)) is None
-    assert panels.sensitivity_note(Histogram((-3.0, -2.0, -1.0), (90, 10), 0)).endswith("of the weights lie below 0.01.")
-    assert "50 (50.00\u202f%) have none" in panels.sensitivity_note(Histogram((-3.0, -2.0, -1.0), (45, 5), 50))
+    assert panels.sensitivity_note(Histogram((-3.0, -2.0, -1.0), (90, 10), 0)).endswith(
+        "of the weights lie below 0.01."
+    )
+    assert "50 (50.00\u202f%) have none" in panels.sensitivity_note(
+        Histogram((-3.0, -2.0, -1.0), (45, 5), 50)
+    )
 
 
 def test_numbers_that_are_not_finite_do_not_break_the_page(three, page):
@@ -218,7 +273,9 @@ def test_numbers_that_are_not_finite_do_not_break_the_page(three, page):
     rows = zip(three[0].pruning.layers, odd, strict=True)
     layers = tuple(dataclasses.replace(layer, error=x, relative_error=x) for layer, x in rows)
     certificate = Certificate(math.inf, math.nan, 0.0, {layer.name: math.nan for layer in layers})
-    result = dataclasses.replace(three[0].pruning, layers=layers, certificate=certificate, seconds=math.nan)
+    result = dataclasses.replace(
+        three[0].pruning, layers=layers, certificate=certificate, seconds=math.nan
+    )
     text = own(page([Run("odd", result, math.nan, math.inf), three[1]]))
     assert {"NaN", "∞"} <= set(Reader(text).cells)
     assert drawn(text)["bounds"]["data"][0]["x"] == [None, None, None]
@@ -241,7 +298,9 @@ def test_many_layers_are_chosen_from_a_list(page):
 def test_a_long_ledger_joins_small_steps_and_still_adds_up(three):
     result = three[0].pruning
     certificate = Certificate(210.0, 210.0, 1.0, {f"l{i}": i + 1.0 for i in range(20)})
-    figure = waterfall.waterfall(Run("deep", dataclasses.replace(result, certificate=certificate)), most=12)
+    figure = waterfall.waterfall(
+        Run("deep", dataclasses.replace(result, certificate=certificate)), most=12
+    )
     assert figure["layout"]["yaxis"]["ticktext"] == [
         *("8 layers between", *(f"l{i}" for i in range(8, 20))),
         *("guaranteed bound", "measured"),
@@ -253,11 +312,18 @@ def test_a_long_ledger_joins_small_steps_and_still_adds_up(three):
 
 def test_with_asymmetric_inputs_the_ledger_shows_what_layers_mend(three):
     result = three[0].pruning
-    layers = [dataclasses.replace(x, relative_error=e) for x, e in zip(result.layers, (0.2, 0.5, 0.1), strict=True)]
+    layers = [
+        dataclasses.replace(x, relative_error=e)
+        for x, e in zip(result.layers, (0.2, 0.5, 0.1), strict=True)
+    ]
     settings = {**result.settings, "inputs": "asymmetric"}
-    steps = waterfall.deviations(Run("mended", dataclasses.replace(result, layers=tuple(layers), settings=settings)))
+    steps = waterfall.deviations(
+        Run("mended", dataclasses.replace(result, layers=tuple(layers), settings=settings))
+    )
     assert [(s.start, s.stop) for s in steps] == [(0.0, 0.2), (0.2, 0.5), (0.5, 0.1), (0.0, 0.1)]
-    figure = waterfall.waterfall(Run("mended", dataclasses.replace(result, layers=tuple(layers), settings=settings)))
+    figure = waterfall.waterfall(
+        Run("mended", dataclasses.replace(result, layers=tuple(layers), settings=settings))
+    )
     colours = figure["data"][0]["marker"]["color"]
     assert colours == [waterfall.RISES, waterfall.RISES, waterfall.FALLS, figures.NEUTRAL]
     assert figure["data"][0]["base"] == [0.0, 0.2, 0.1, 0.0]
@@ -292,7 +358,9 @@ def test_the_file_appears_whole_or_not_at_all(three, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.replace", fail)
-        with pytest.raises(FileError, match=r"cannot write '.*report.html': No space left on device\."):
+        with pytest.raises(
+            FileError, match=r"cannot write '.*report.html': No space left on device\."
+        ):
             write_report(target, three[:1], title="t", command="c")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert target.read_text() == "before"
@@ -301,7 +369,9 @@ def test_the_file_appears_whole_or_not_at_all(three, tmp_path, monkeypatch):
 
 
 def test_a_missing_folder_is_named(three, tmp_path):
-    with pytest.raises(FileError, match=r"cannot write '.*nowhere.report\.html': No such file or directory\."):
+    with pytest.raises(
+        FileError, match=r"cannot write '.*nowhere.report\.html': No such file or directory\."
+    ):
         write_report(tmp_path / "nowhere" / "report.html", three[:1], title="t", command="c")
 
 
@@ -323,7 +393,12 @@ def test_importing_the_report_does_not_import_plotly_or_torch():
 def network_budget(**more):
     torch.manual_seed(3)
     model = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 8), nn.ReLU(), nn.Linear(8, 3)
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 36, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
     )
     images = torch.rand(30, 1, 6, 6)
     result = lobs.prune(model, [images], 0.7, solver=SOLVERS["exact"], progress=False, **more)
@@ -332,9 +407,11 @@ def network_budget(**more):
 
 def test_a_saved_run_makes_the_same_page_as_a_live_one(tmp_path, page):
     live = network_budget()
-    path = live.pruning.save(tmp_path / "net.safetensors", before=1.0, after=2.0, command="lobs prune it")
+    path = live.pruning.save(
+        tmp_path / "net.safetensors", before=1.0, after=2.0, command="lobs prune it"
+    )
     saved = read_run(path, "budget")
-    assert saved.pruning.outlook == live.pruning.outlook
+    assert saved.pruning.preview == live.pruning.preview
     assert saved.pruning.layers == live.pruning.layers
     assert saved.pruning.certificate == live.pruning.certificate
     assert whatif.slider([saved]) == whatif.slider([live])
@@ -393,7 +470,9 @@ def test_inputs_that_are_no_pictures_give_no_picture():
 def test_a_convolution_without_pictures_is_left_out_of_the_gallery():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten(), nn.Linear(3 * 16, 4))
-    result = lobs.prune(model, [torch.rand(20, 2, 4, 4)], 0.5, solver=SOLVERS["exact"], progress=False)
+    result = lobs.prune(
+        model, [torch.rand(20, 2, 4, 4)], 0.5, solver=SOLVERS["exact"], progress=False
+    )
     assert pictures.gallery([Run("1x1", result, dense=model)]) == []
 
 
@@ -401,7 +480,7 @@ def test_targets_that_share_nothing_out_say_so(three):
     assert all("each layer by itself" in whatif.absence(one) for one in three)
     assert whatif.slider(three) is None
     budget = network_budget()
-    lost = dataclasses.replace(budget.pruning, outlook=None)
+    lost = dataclasses.replace(budget.pruning, preview=None)
     assert "saved without its error curves" in whatif.absence(Run("old", lost))
 
 
@@ -410,10 +489,12 @@ def test_without_a_curve_of_its_own_a_layers_line_is_the_outlooks(tmp_path):
     saved = read_run(live.pruning.save(tmp_path / "net.safetensors"))
     for layer in live.pruning.layers:
         line, cut = panels.error_curve(layer.name, [saved])["data"]
-        outlook = live.pruning.outlook
+        preview = live.pruning.preview
         assert line["line"]["dash"] == "dot"
-        assert line["y"] == [error or None for error in outlook.errors[layer.name]]
-        assert line["x"] == pytest.approx([100 * n / layer.total for n in outlook.removed[layer.name]], abs=1e-3)
+        assert line["y"] == [error or None for error in preview.errors[layer.name]]
+        assert line["x"] == pytest.approx(
+            [100 * n / layer.total for n in preview.removed[layer.name]], abs=1e-3
+        )
         assert cut["x"] == pytest.approx([100 * (1 - layer.kept_fraction)])
         assert cut["y"] == [layer.relative_error or None]  # a logarithmic axis has no zero
 
@@ -421,8 +502,12 @@ def test_without_a_curve_of_its_own_a_layers_line_is_the_outlooks(tmp_path):
 def test_runs_of_different_networks_say_so_and_held_out_change_is_in_the_first_paragraph(page):
     one, held = network_budget(), [torch.rand(20, 1, 6, 6)]
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
-    other = Run("other", lobs.prune(model, [torch.rand(30, 1, 6, 6)], 0.5, held_out=held, progress=False))
-    assert "Different networks" in page([one, other]) and "Different networks" not in page([one, network_budget()])
+    other = Run(
+        "other", lobs.prune(model, [torch.rand(30, 1, 6, 6)], 0.5, held_out=held, progress=False)
+    )
+    assert "Different networks" in page([one, other]) and "Different networks" not in page(
+        [one, network_budget()]
+    )
     text = page([other])
     assert "On held-out inputs" in text[: text.index("<table")]
     assert "GB of memory" in text

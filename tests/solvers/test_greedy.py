@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs import ErrorBudget, Exact, Problem, Sparsity, solve
+from lobs import ErrorBudget, GreedyOBS, Problem, Sparsity, solve
 from tests import naive
 from tests.conftest import make_moment
 
@@ -14,7 +14,7 @@ def test_exact_equals_a_greedy_that_resolves_every_candidate(backend, bias):
     weight, psi = torch.randn(3, 8, dtype=torch.float64), make_moment(8)
     problem = Problem(weight, psi, bias_column=bias)
     mask, curve = naive.greedy(weight, psi, problem.prunable, protected=int(bias))
-    path = Exact(backend=backend).path(problem)
+    path = GreedyOBS(backend=backend).path(problem)
     torch.testing.assert_close(path.curve, curve, rtol=1e-9, atol=1e-12)
     for count in range(problem.prunable + 1):
         mask, _ = naive.greedy(weight, psi, count, protected=int(bias))
@@ -27,7 +27,7 @@ def test_exact_equals_a_greedy_that_resolves_every_candidate(backend, bias):
 def test_sum_of_losses_is_the_recomputed_error(backend, dtype, tolerance, correlated):
     weight = torch.randn(20, 150).to(dtype)
     problem = Problem(weight, make_moment(150, correlated=correlated), bias_column=True)
-    path = Exact(backend=backend).path(problem)
+    path = GreedyOBS(backend=backend).path(problem)
     for fraction in (0.05, 0.5, 0.9, 0.99, 1.0):
         solution = path.solve(Sparsity(fraction))
         assert abs(float(path.curve[solution.removed]) / solution.error - 1) < tolerance
@@ -46,17 +46,19 @@ def test_curve_is_error_plus_damping_times_the_move():
     solution = solve(Problem(weight, psi, damping=0.1), "exact", 0.7)
     assert solution.damping == 0.1 and solution.curve is not None
     moved = float((solution.weight - weight).square().sum())
-    torch.testing.assert_close(float(solution.curve[solution.removed]), solution.error + 0.1 * moved)
+    torch.testing.assert_close(
+        float(solution.curve[solution.removed]), solution.error + 0.1 * moved
+    )
 
 
 def test_backends_choose_the_same_mask():
     problem = Problem(torch.randn(40, 200), make_moment(200), bias_column=True)
-    masks = [Exact(backend=b).path(problem).mask_at(6000) for b in ("torch", "compiled")]
+    masks = [GreedyOBS(backend=b).path(problem).mask_at(6000) for b in ("torch", "compiled")]
     assert float((masks[0] != masks[1]).double().mean()) < 1e-3
 
 
 def test_removed_weights_form_a_prefix_of_every_row():
-    path = Exact().path(Problem(torch.randn(8, 40), make_moment(40)))
+    path = GreedyOBS().path(Problem(torch.randn(8, 40), make_moment(40)))
     small, large = path.mask_at(100), path.mask_at(200)
     assert not bool((large & ~small).any())
 

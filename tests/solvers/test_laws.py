@@ -13,10 +13,16 @@ def problems() -> dict[str, Problem]:
     def problem(rows, d, *, dtype=torch.float32, bias=False, groups=0, psi=None):
         shape = (groups, rows, d) if groups else (rows, d)
         if psi is None:
-            psi = torch.stack([make_moment(d, seed=s) for s in range(groups)]) if groups else make_moment(d)
+            psi = (
+                torch.stack([make_moment(d, seed=s) for s in range(groups)])
+                if groups
+                else make_moment(d)
+            )
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         curvature = torch.rand(shape, generator=torch.Generator().manual_seed(2))
-        return Problem(weight, psi, bias_column=bias, mean=torch.rand(*shape[:-2], d), curvature=curvature)
+        return Problem(
+            weight, psi, bias_column=bias, mean=torch.rand(*shape[:-2], d), curvature=curvature
+        )
 
     dead = make_moment(9)
     dead[[2, 5]] = 0
@@ -36,7 +42,9 @@ def problems() -> dict[str, Problem]:
         "duplicate inputs": problem(4, 9, psi=duplicate),
         "too few samples": problem(4, 9, psi=make_moment(9, n=4)),
         "no input at all": problem(4, 9, psi=torch.zeros(9, 9, dtype=torch.float64)),
-        "ties": Problem(torch.ones(4, 6), torch.eye(6), mean=torch.ones(6), curvature=torch.ones(4, 6)),
+        "ties": Problem(
+            torch.ones(4, 6), torch.eye(6), mean=torch.ones(6), curvature=torch.ones(4, 6)
+        ),
         "huge": problem(3, 8, psi=make_moment(8) * 1e30),
         "tiny": problem(3, 8, psi=make_moment(8) * 1e-30),
     }
@@ -73,7 +81,9 @@ def test_exhaustive_search_bounds_every_solver_from_below(name, seed):
     psi = make_moment(4, seed=seed)
     for count in (1, 3, 5):
         best = naive.exhaustive(weight, psi, count)
-        found = solve(Problem(weight, psi, mean=torch.ones(4), curvature=torch.ones(2, 4)), name, count / 8)
+        found = solve(
+            Problem(weight, psi, mean=torch.ones(4), curvature=torch.ones(2, 4)), name, count / 8
+        )
         assert found.error >= best * (1 - 1e-9)
 
 
@@ -112,8 +122,12 @@ def test_lobs_is_the_published_algorithm_step_by_step():
 
 def test_lobs_in_panels_is_lobs_one_deletion_at_a_time(monkeypatch):
     monkeypatch.setattr("lobs.solvers.layerwise_obs._PANEL", 4)
-    # Rows of unlike size give unlike counts: in some panels a few of them have nothing left to delete.
-    weight, psi = torch.randn(7, 23, dtype=torch.float64) * torch.logspace(-1, 1, 7).unsqueeze(1), make_moment(23)
+    # Rows of unlike size give unlike counts: in some panels a few of them have nothing left to
+    # delete.
+    weight, psi = (
+        torch.randn(7, 23, dtype=torch.float64) * torch.logspace(-1, 1, 7).unsqueeze(1),
+        make_moment(23),
+    )
     problem = Problem(weight, psi, bias_column=True)
     for count in (3, 50, 101, problem.prunable):
         expected, mask = naive.lobs(weight, psi, count, protected=1)

@@ -18,7 +18,9 @@ def test_the_norm_of_a_large_matrix_is_bounded_from_above(monkeypatch):
 
 def test_spectral_norm_is_the_largest_singular_value():
     matrix = torch.randn(5, 9)
-    torch.testing.assert_close(linalg.spectral_norm(matrix), float(torch.linalg.svdvals(matrix.double())[0]))
+    torch.testing.assert_close(
+        linalg.spectral_norm(matrix), float(torch.linalg.svdvals(matrix.double())[0])
+    )
 
 
 def test_inverses_tell_which_matrices_have_one():
@@ -30,7 +32,10 @@ def test_inverses_tell_which_matrices_have_one():
 
 
 def test_substitution_reads_the_lower_triangle_only():
-    matrix, right = torch.randn(3, 5, 5, dtype=torch.float64) + 5 * torch.eye(5), torch.randn(3, 5, dtype=torch.float64)
+    matrix, right = (
+        torch.randn(3, 5, 5, dtype=torch.float64) + 5 * torch.eye(5),
+        torch.randn(3, 5, dtype=torch.float64),
+    )
     expected = torch.linalg.solve(matrix.tril(), right)
     torch.testing.assert_close(linalg.substitute(matrix, right), expected)
 
@@ -63,7 +68,10 @@ def test_what_float32_cannot_eliminate_is_left_to_float64():
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25, 0.0])
 @pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.float64])
 def test_sums_of_squares_are_those_of_float64_whatever_the_scale(kind, scale):
-    x = (scale * torch.randn(7, 3, 9_999, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).to(kind)
+    x = (
+        scale
+        * torch.randn(7, 3, 9_999, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ).to(kind)
     x = x if bool(torch.isfinite(x).all()) else x.clamp(-100, 100)
     exact = x.double().square()
     assert linalg.energy(x) == pytest.approx(float(exact.sum()), rel=1e-6)

@@ -31,7 +31,9 @@ def test_woodbury_recursion_ends_at_the_damped_inverse():
     psi = samples.T @ samples / 50
     for alpha in (1e4, 1e8):
         expected = true_inverse(metric.metric(psi, 1 / alpha))
-        torch.testing.assert_close(linalg.woodbury_inverse(samples, alpha), expected, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            linalg.woodbury_inverse(samples, alpha), expected, rtol=1e-6, atol=1e-8
+        )
 
 
 def test_well_determined_moment_is_not_damped():
@@ -42,9 +44,14 @@ def test_well_determined_moment_is_not_damped():
 
 def test_singular_moment_is_damped_and_announced():
     samples = torch.randn(5, 12, dtype=torch.float64)
-    with pytest.warns(NumericalWarning, match=r"layer 'fc': its input moment Ψ is singular \(rank 5 of 12; 5 samples\)"):
+    with pytest.warns(
+        NumericalWarning,
+        match=r"layer 'fc': its input moment Ψ is singular \(rank 5 of 12; 5 samples\)",
+    ):
         found = metric.metric(samples.T @ samples / 5, name="layer 'fc'", samples=5)
-    assert found.damping == pytest.approx(metric.few_samples(12, 5) * float((samples.T @ samples / 5).diagonal().mean()))
+    assert found.damping == pytest.approx(
+        metric.few_samples(12, 5) * float((samples.T @ samples / 5).diagonal().mean())
+    )
     with pytest.warns(NumericalWarning, match=r"rank 5 of 12"):
         assert 0 < metric.metric(samples.T @ samples / 5).damping < 1e-4
 
@@ -54,28 +61,40 @@ def test_few_samples_are_damped_the_more_the_fewer_and_enough_not_at_all():
     assert shares == sorted(shares, reverse=True) and shares[0] <= 0.3 and shares[-1] > 0
     assert metric.few_samples(100, 1000) == metric.few_samples(100, None) == 0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is no misfortune to have two samples a column: reported, not announced
+        warnings.simplefilter(
+            "error"
+        )  # it is no misfortune to have two samples a column: reported, not announced
         psi = make_moment(20)
-        assert metric.metric(psi, samples=40).damping == pytest.approx(0.015 * float(psi.diagonal().mean()))
+        assert metric.metric(psi, samples=40).damping == pytest.approx(
+            0.015 * float(psi.diagonal().mean())
+        )
 
 
 def test_a_bias_does_not_decide_how_much_quiet_inputs_are_damped():
     """The same problem in other units of the inputs: the same weights go, and the error does not change."""
-    inputs, weight = torch.randn(40, 20, dtype=torch.float64), torch.randn(6, 21, dtype=torch.float64)
+    inputs, weight = (
+        torch.randn(40, 20, dtype=torch.float64),
+        torch.randn(6, 21, dtype=torch.float64),
+    )
     found = []
     for units in (1.0, 1e-3):
         y = torch.cat([inputs * units, torch.ones(40, 1, dtype=torch.float64)], dim=1)
         w = torch.cat([weight[:, :20] / units, weight[:, 20:]], dim=1)
         found.append(solve(Problem(w, y.T @ y / 40, bias_column=True, samples=40), "exact", 0.5))
     assert torch.equal(found[0].mask, found[1].mask)
-    assert found[1].error == pytest.approx(found[0].error, rel=0.2)  # the bias itself is held a little looser
+    assert found[1].error == pytest.approx(
+        found[0].error, rel=0.2
+    )  # the bias itself is held a little looser
 
 
 def test_where_damping_starts_is_the_callers_word_and_the_published_method_is_damped_as_published():
     psi = make_moment(10)
     assert metric.metric(psi, samples=30, first=1.0).damping == 0
     with pytest.warns(NumericalWarning):
-        assert metric.metric(torch.ones(10, 10, dtype=torch.float64), samples=30, first=1.0).damping == 1.0
+        assert (
+            metric.metric(torch.ones(10, 10, dtype=torch.float64), samples=30, first=1.0).damping
+            == 1.0
+        )
 
 
 def test_an_error_budget_is_about_the_error_and_not_about_the_damping():
@@ -89,7 +108,9 @@ def test_an_error_budget_is_about_the_error_and_not_about_the_damping():
 @pytest.mark.parametrize("samples", [20, 40])
 @pytest.mark.parametrize("solver", ["exact", "columns", "auto"])
 def test_on_new_data_weights_fitted_to_few_samples_are_better_for_the_damping(samples, solver):
-    mixing = torch.randn(60, 60, dtype=torch.float64) * torch.logspace(0, -1, 60, dtype=torch.float64)
+    mixing = torch.randn(60, 60, dtype=torch.float64) * torch.logspace(
+        0, -1, 60, dtype=torch.float64
+    )
     seen, new = (torch.randn(n, 60, dtype=torch.float64) @ mixing.T for n in (samples, 5000))
     weight = torch.randn(12, 60, dtype=torch.float64)
     problem = Problem(weight, seen.T @ seen / samples, samples=samples)
@@ -138,7 +159,9 @@ def test_groups_at_once_are_as_one_by_one_and_warn_once():
 def test_inputs_that_are_all_zero_are_told_of():
     with pytest.warns(NumericalWarning, match="layer 'a': all inputs of 50 samples are zero"):
         metric.metric(torch.zeros(4, 4), name="layer 'a'", samples=50)
-    with pytest.warns(NumericalWarning, match="all inputs are zero"):  # but for the constant of a bias
+    with pytest.warns(
+        NumericalWarning, match="all inputs are zero"
+    ):  # but for the constant of a bias
         metric.metric(torch.diag(torch.tensor([0.0, 0.0, 1.0])), protected=1)
 
 

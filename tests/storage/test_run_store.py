@@ -13,9 +13,10 @@ from torch import nn
 import lobs
 from lobs import Budget, LobsError, Sparsity
 from lobs.pruning import run as run_module
-from lobs.storage.run_store import Journal, open_journal
+from lobs.storage.run_store import RunStore, open_run_store
 
-# One process that has everything loaded; its children do the work and are killed, whenever they have written a little more.
+# One process that has everything loaded; its children do the work and are killed, whenever they
+# have written a little more.
 PROGRAM = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -53,7 +54,7 @@ here, kills, rng = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.ar
 run(here / "whole.safetensors")
 truth, done, resumes = content(here / "whole.safetensors"), 0, 0
 while done < kills:
-    folder, out, goal = here / f"journal{resumes}", here / f"out{resumes}", 0
+    folder, out, goal = here / f"run_store{resumes}", here / f"out{resumes}", 0
     while True:
         goal += rng.randrange(1, 9)
         process = child(out, folder)
@@ -78,7 +79,13 @@ print(done, resumes)
 def killed_and_resumed(tmp_path, kills, seed):
     """How many kills there were, and how many runs they were spread over, all of which ended with the same bits."""
     words = [sys.executable, "-c", PROGRAM, str(tmp_path), str(kills), str(seed)]
-    ended = subprocess.run(words, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    ended = subprocess.run(
+        words,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert ended.returncode == 0, ended.stderr
     done, resumes = ended.stdout.split()
     return int(done), int(resumes)
@@ -111,7 +118,9 @@ class Interrupt(BaseException):
 
 
 @pytest.mark.parametrize("inputs", ["asymmetric", "pruned", "dense"])
-@pytest.mark.parametrize("target", [0.6, Sparsity(0.5, scope="layer"), Budget(max_drop=0.5)], ids=["shared", "each", "drop"])
+@pytest.mark.parametrize(
+    "target", [0.6, Sparsity(0.5, scope="layer"), Budget(drop=0.5)], ids=["shared", "each", "drop"]
+)
 def test_work_that_was_done_is_not_done_again(tmp_path, monkeypatch, inputs, target):
     solve = run_module.solve
     solved, stop = [], None
@@ -135,7 +144,9 @@ def test_work_that_was_done_is_not_done_again(tmp_path, monkeypatch, inputs, tar
     resumed = run(resume=tmp_path)
     assert solved == wanted
     assert all(torch.equal(m, resumed.masks[n]) for n, m in whole.masks.items())
-    assert all(torch.equal(t, resumed.model.state_dict()[n]) for n, t in whole.model.state_dict().items())
+    assert all(
+        torch.equal(t, resumed.model.state_dict()[n]) for n, t in whole.model.state_dict().items()
+    )
     assert [(x.kept, x.error) for x in whole.layers] == [(x.kept, x.error) for x in resumed.layers]
     assert whole.certificate == resumed.certificate
 
@@ -153,13 +164,17 @@ def test_a_pass_over_the_data_goes_on_where_it_was(tmp_path, monkeypatch):
     model = network()
     handle = model.register_forward_pre_hook(interrupted)
     with pytest.raises(Interrupt):
-        lobs.collect(model, data(), journal=Journal(tmp_path))
-    resumed = lobs.collect(model, data(), journal=Journal(tmp_path))
+        lobs.collect_moments(model, data(), run_store=RunStore(tmp_path))
+    resumed = lobs.collect_moments(model, data(), run_store=RunStore(tmp_path))
     assert len(calls) == 3 + 2
     handle.remove()
-    whole = lobs.collect(model, data())
+    whole = lobs.collect_moments(model, data())
     assert all(torch.equal(m.moment, resumed[name].moment) for name, m in whole.items())
-    assert (whole.samples, whole.shapes, whole.batches) == (resumed.samples, resumed.shapes, resumed.batches)
+    assert (whole.samples, whole.shapes, whole.batches) == (
+        resumed.samples,
+        resumed.shapes,
+        resumed.batches,
+    )
 
 
 CHANGES = {
@@ -180,19 +195,28 @@ def test_a_changed_input_or_setting_is_refused_by_name(tmp_path, what):
     lobs.prune(network(), data(), 0.6, **options)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     model, batches, target, changed = CHANGES[what](network(), data(), options)
-    with pytest.raises(LobsError, match=rf"belongs to another run: .*{what} was .*, is .*Give another folder"):
+    with pytest.raises(
+        LobsError, match=rf"belongs to another run: .*{what} was .*, is .*Give another folder"
+    ):
         lobs.prune(model, batches, target, **changed)
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    with open_journal(tmp_path, {}), pytest.raises(LobsError, match="another run is using"), open_journal(tmp_path, {}):
+    with (
+        open_run_store(tmp_path, {}),
+        pytest.raises(LobsError, match="another run is using"),
+        open_run_store(tmp_path, {}),
+    ):
         pass
 
 
 def test_somebody_elses_folder_is_refused(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(LobsError, match=r"holds 'thesis.txt' but no journal"), open_journal(tmp_path, {}):
+    with (
+        pytest.raises(LobsError, match=r"holds 'thesis.txt' but no run store"),
+        open_run_store(tmp_path, {}),
+    ):
         pass
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
@@ -201,16 +225,16 @@ def test_somebody_elses_folder_is_refused(tmp_path):
 def test_no_layer_name_leaves_the_folder(tmp_path, name):
     inside = tmp_path / "inside"
     inside.mkdir()
-    journal = Journal(inside)
-    journal.write(name, {"t": torch.ones(1)}, {"a": 1})
+    run_store = RunStore(inside)
+    run_store.write(name, {"t": torch.ones(1)}, {"a": 1})
     assert [p.parent for p in tmp_path.rglob("*.safetensors")] == [inside]
-    found = journal.read(name)
+    found = run_store.read(name)
     assert found is not None and found.record["a"] == 1
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch):
-    journal = Journal(tmp_path)
-    journal.write("layer", {"t": torch.ones(3)}, {})
+    run_store = RunStore(tmp_path)
+    run_store.write("layer", {"t": torch.ones(3)}, {})
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
     def full(*_, **__):
@@ -218,15 +242,21 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, monkeypatch
 
     monkeypatch.setattr("lobs.storage.checkpoint.save_file", full)
     with pytest.raises(LobsError, match=r"cannot write '.*': No space left on device\.$"):
-        journal.write("layer", {"t": torch.zeros(3)}, {})
+        run_store.write("layer", {"t": torch.zeros(3)}, {})
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LobsError, match="cannot make the folder"), open_journal(tmp_path / "file" / "below", {}):
+    with (
+        pytest.raises(LobsError, match="cannot make the folder"),
+        open_run_store(tmp_path / "file" / "below", {}),
+    ):
         pass
-    with pytest.raises(LobsError, match=r"cannot (write|make)"), open_journal("/proc/self/journal", {}):
+    with (
+        pytest.raises(LobsError, match=r"cannot (write|make)"),
+        open_run_store("/proc/self/run_store", {}),
+    ):
         pass
 
 

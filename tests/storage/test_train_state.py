@@ -10,12 +10,16 @@ from lobs.zoo.training import Recipe, augmented, train
 
 def data(n=96):
     g = torch.Generator().manual_seed(0)
-    return LabelledImages(torch.rand(n, 1, 28, 28, generator=g), torch.randint(0, 10, (n,), generator=g))
+    return LabelledImages(
+        torch.rand(n, 1, 28, 28, generator=g), torch.randint(0, 10, (n,), generator=g)
+    )
 
 
 @pytest.mark.parametrize("warm_up", [0, 1])
 def test_training_that_was_interrupted_ends_with_the_same_bits(tmp_path, monkeypatch, warm_up):
-    recipe = Recipe(3, 0.05, 32, weight_decay=1e-3, input_dropout=0.2, warm_up=warm_up, augment=True)
+    recipe = Recipe(
+        3, 0.05, 32, weight_decay=1e-3, input_dropout=0.2, warm_up=warm_up, augment=True
+    )
     whole = train(zoo.fresh("lenet300"), data(), recipe, progress=False)
     state = tmp_path / "run.state"
     import lobs.zoo.training as training
@@ -33,7 +37,9 @@ def test_training_that_was_interrupted_ends_with_the_same_bits(tmp_path, monkeyp
         train(zoo.fresh("lenet300"), data(), recipe, progress=False, state=state)
     monkeypatch.setattr(training, "_epoch", real)
     again = train(zoo.fresh("lenet300", 5), data(), recipe, progress=False, state=state)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+    )
     with pytest.raises(LobsError, match=r"belongs to a run with learning_rate = 0.05, not 0.1"):
         train(zoo.fresh("lenet300"), data(), Recipe(3, 0.1, 32), progress=False, state=state)
 

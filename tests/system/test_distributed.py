@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from lobs.calibration.collect import Calibration
-from lobs._system.distributed import Crew
+from lobs._system.distributed import ProcessGroup
 
 pytestmark = pytest.mark.xdist_group("yard")
-# Everything is loaded once; every crew is forked from there, so that twenty of them do not load torch sixty times.
+# Everything is loaded once; every crew is forked from there, so that twenty of them do not load
+# torch sixty times.
 PROGRAM = """
 import json, os, sys, time
 from contextlib import ExitStack
@@ -118,11 +119,19 @@ class Yard:
     def __init__(self):
         words = [sys.executable, "-c", PROGRAM]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def send(self, size, shares, out, *, network="chain", folder=None, timeout=60.0, **options):
         folder = None if folder is None else str(folder)
-        order = {"size": size, "port": free_port(), "timeout": timeout, "shares": shares, "network": network}
+        order = {
+            "size": size,
+            "port": free_port(),
+            "timeout": timeout,
+            "shares": shares,
+            "network": network,
+        }
         order |= {"options": options, "out": str(out), "folder": folder}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -162,7 +171,9 @@ def assert_alike(one, other):
     assert all(torch.equal(m, other[0][n]) for n, m in one[0].items())
     for name, tensor in one[1].items():
         torch.testing.assert_close(other[1][name], tensor, rtol=1e-4, atol=1e-5)
-    assert one[2]["certificate"]["measured"] == pytest.approx(other[2]["certificate"]["measured"], rel=1e-3)
+    assert one[2]["certificate"]["measured"] == pytest.approx(
+        other[2]["certificate"]["measured"], rel=1e-3
+    )
 
 
 SHARES = {
@@ -177,13 +188,17 @@ CASES = [*((name, "asymmetric", "exact") for name in SHARES), ("uneven", "dense"
 
 
 @pytest.mark.parametrize(
-    ("share", "inputs", "solver"), [*CASES, ("four", "asymmetric", "auto"), ("one without", "dense", "auto")]
+    ("share", "inputs", "solver"),
+    [*CASES, ("four", "asymmetric", "auto"), ("one without", "dense", "auto")],
 )
 def test_several_processes_prune_as_one_does(yard, tmp_path, share, inputs, solver):
     shares, options = SHARES[share], {"inputs": inputs, "solver": solver, "compensate": "layers"}
     yard.send(1, [in_turn(shares)], tmp_path / "one", **options)
     assert yard.codes(len(shares), shares, tmp_path / "many", **options) == [0] * len(shares)
-    one, many = masks(tmp_path / "one"), [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))]
+    one, many = (
+        masks(tmp_path / "one"),
+        [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))],
+    )
     assert_alike(one, many[0])
     for other in many[1:]:
         assert all(torch.equal(t, other[1][n]) for n, t in many[0][1].items())
@@ -193,13 +208,20 @@ def test_several_processes_prune_as_one_does(yard, tmp_path, share, inputs, solv
 def test_several_processes_move_all_weights_together_as_far_as_one_does(yard, tmp_path, share):
     """Each draws the random signs of its own samples, so that the weights differ, but not by what they leave."""
     shares = SHARES[share]
-    yard.send(1, [in_turn(shares)], tmp_path / "one", compensate="network")
-    assert yard.codes(len(shares), shares, tmp_path / "many", compensate="network") == [0] * len(shares)
-    one, many = masks(tmp_path / "one"), [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))]
-    kept_back = [said[2]["settings"]["compensation"].rpartition(" on ")[2] for said in (one, many[0])]
+    yard.send(1, [in_turn(shares)], tmp_path / "one", refit="network")
+    assert yard.codes(len(shares), shares, tmp_path / "many", refit="network") == [0] * len(shares)
+    one, many = (
+        masks(tmp_path / "one"),
+        [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))],
+    )
+    kept_back = [
+        said[2]["settings"]["compensation"].rpartition(" on ")[2] for said in (one, many[0])
+    ]
     assert kept_back[0] == kept_back[1] and "samples kept back" in kept_back[0]
     assert all(torch.equal(m, many[0][0][n]) for n, m in one[0].items())
-    assert one[2]["certificate"]["measured"] == pytest.approx(many[0][2]["certificate"]["measured"], rel=0.1)
+    assert one[2]["certificate"]["measured"] == pytest.approx(
+        many[0][2]["certificate"]["measured"], rel=0.1
+    )
     for other in many[1:]:
         assert all(torch.equal(t, other[1][n]) for n, t in many[0][1].items())
 
@@ -212,9 +234,14 @@ def test_processes_with_a_limit_of_memory_agree_even_if_one_has_no_data(yard, tm
     assert_alike(masks(tmp_path / "one"), masks(tmp_path / "two.0"))
 
 
-@pytest.mark.parametrize(("solver", "pieces"), [("auto", 64), ("auto", 1), ("exact+refine", 1), ("admm", 1)])
+@pytest.mark.parametrize(
+    ("solver", "pieces"), [("auto", 64), ("auto", 1), ("exact+refine", 1), ("admm", 1)]
+)
 def test_rows_of_a_layer_are_shared_and_nothing_changes(yard, tmp_path, solver, pieces):
-    shares, options = SHARES["even"], {"network": "wide", "solver": solver, "pieces": pieces, "passes": 1}
+    shares, options = (
+        SHARES["even"],
+        {"network": "wide", "solver": solver, "pieces": pieces, "passes": 1},
+    )
     yard.send(1, [in_turn(shares)], tmp_path / "one", **options)
     assert yard.codes(2, shares, tmp_path / "two", **options) == [0, 0]
     assert_alike(masks(tmp_path / "one"), masks(tmp_path / "two.0"))
@@ -235,7 +262,9 @@ def test_batch_norms_are_estimated_on_everybodys_data(yard, tmp_path):
     assert yard.codes(2, shares, tmp_path / "many", **options) == [0, 0]
     one, many = masks(tmp_path / "one"), masks(tmp_path / "many.0")
     assert all(torch.equal(m, many[0][n]) for n, m in one[0].items())
-    torch.testing.assert_close(many[1]["2.running_mean"], one[1]["2.running_mean"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        many[1]["2.running_mean"], one[1]["2.running_mean"], rtol=1e-3, atol=1e-4
+    )
 
 
 def test_an_error_in_one_process_is_an_error_in_all_with_its_number(yard, tmp_path):
@@ -257,7 +286,7 @@ def test_a_hung_process_is_given_up_on_after_the_time_out(yard, tmp_path):
 
 def killed_once(yard, tmp_path, turn, rng):
     """Kill one of three when the leader has written a random number of pieces; then run again."""
-    folder, shares = tmp_path / f"journal{turn}", [[0, 3], [1, 4], [2, 5]]
+    folder, shares = tmp_path / f"run_store{turn}", [[0, 3], [1, 4], [2, 5]]
     goal, victim = rng.randrange(1, 14), rng.randrange(3)
     members = yard.send(3, shares, tmp_path / "killed", folder=folder)
     while len(list(folder.glob("[!.]*.safetensors"))) < goal:
@@ -291,7 +320,8 @@ def test_torchrun_prunes_from_the_shell_and_only_one_process_speaks(tmp_path):
         "import torch\nfrom torch import nn\n"
         "def network():\n"
         "    torch.manual_seed(0)\n"
-        "    return nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3)), list(torch.randn(5, 40, 10))\n"
+        "    return nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3)), "
+        "list(torch.randn(5, 40, 10))\n"
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = ["-m", "lobs", "prune", "mine:network", "--keep", "50%"]
@@ -300,7 +330,7 @@ def test_torchrun_prunes_from_the_shell_and_only_one_process_speaks(tmp_path):
         [sys.executable, *w], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
     )
     run(*words, "--out", "one.safetensors")
-    said = run(*launch, *words, "--out", "two.safetensors", "--resume", "journal").stdout
+    said = run(*launch, *words, "--out", "two.safetensors", "--resume", "run_store").stdout
     assert said.count("kept 52 of 104 weights") == 1
     assert_alike(masks(tmp_path / "one.safetensors"), masks(tmp_path / "two.safetensors"))
 
@@ -309,7 +339,9 @@ def test_signs_skipped_are_signs_drawn():
     # Several processes draw the probes of one only if the generator gives the same in pieces.
     whole = torch.randint(0, 2, (1000,), generator=torch.Generator().manual_seed(0))
     g = torch.Generator().manual_seed(0)
-    parts = [torch.randint(0, 2, shape, generator=g).flatten() for shape in ((7, 11), (123,), (80, 10))]
+    parts = [
+        torch.randint(0, 2, shape, generator=g).flatten() for shape in ((7, 11), (123,), (80, 10))
+    ]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -321,6 +353,9 @@ def test_what_the_others_draw_is_counted_in_turns():
 
 
 def test_work_is_dealt_so_that_nobody_has_much_more():
-    owners = Crew(0, 3).owners([9, 1, 5, 5, 4, 4, 2])
-    loads = [sum(c for c, o in zip([9, 1, 5, 5, 4, 4, 2], owners, strict=True) if o == rank) for rank in range(3)]
+    owners = ProcessGroup(0, 3).owners([9, 1, 5, 5, 4, 4, 2])
+    loads = [
+        sum(c for c, o in zip([9, 1, 5, 5, 4, 4, 2], owners, strict=True) if o == rank)
+        for rank in range(3)
+    ]
     assert max(loads) - min(loads) <= 2

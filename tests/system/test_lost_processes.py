@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from lobs._system.distributed import launched
-from lobs.errors import CrewError
+from lobs._system.distributed import launched_group
+from lobs.errors import ProcessGroupError
 from tests.processes import Commands, content
 
-pytestmark = pytest.mark.xdist_group("crews")  # one of the test runner's processes makes what they all need
+pytestmark = pytest.mark.xdist_group(
+    "crews"
+)  # one of the test runner's processes makes what they all need
 TIME_OUT = 10
 NAMED = ("has lost another", "could not find the others")
 
@@ -41,8 +43,10 @@ def lose_one(crews, whole, rng, turn):
     """Kill one of three at a random moment and run again. False where the others had no more need of it."""
     truth, seconds = whole
     victim, after = rng.randrange(3), rng.random() * seconds
-    out, journal = f"out{turn}", f"journal{turn}"
-    codes, went_on = crews.prune(out=out, resume=journal, time_out=TIME_OUT, victim=victim, after=after)
+    out, run_store = f"out{turn}", f"run_store{turn}"
+    codes, went_on = crews.prune(
+        out=out, resume=run_store, time_out=TIME_OUT, victim=victim, after=after
+    )
     others = {0, 1, 2} - {victim}
     if all(codes[rank] == 0 for rank in others):
         return False
@@ -53,7 +57,7 @@ def lose_one(crews, whole, rng, turn):
         assert told.startswith("error: process ") and told.count("\n") == 1
         assert any(words in told for words in NAMED)
     assert not (crews.folder / out).exists()
-    assert crews.prune(out=out, resume=journal)[0] == [0, 0, 0]
+    assert crews.prune(out=out, resume=run_store)[0] == [0, 0, 0]
     assert content(crews.folder / out) == truth
     return True
 
@@ -77,11 +81,33 @@ def test_twenty_random_kills_are_twenty_clear_failures_and_twenty_resumes(crews,
 
 
 @pytest.mark.slow
-def test_torchrun_ends_when_one_of_its_processes_is_killed_and_goes_on_when_it_is_started_again(crews, whole):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    words = ["-m", "lobs", "prune", "mine:network", "--keep", "30%", "--out", "torchrun", "--resume", "elastic"]
+def test_torchrun_ends_when_one_of_its_processes_is_killed_and_goes_on_when_it_is_started_again(
+    crews, whole
+):
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+    ]
+    words = [
+        "-m",
+        "lobs",
+        "prune",
+        "mine:network",
+        "--keep",
+        "30%",
+        "--out",
+        "torchrun",
+        "--resume",
+        "elastic",
+    ]
     how = {"cwd": crews.folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
-    with subprocess.Popen([*launch, *words], **how, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+    with subprocess.Popen(
+        [*launch, *words], **how, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as agent:
         while not (crews.folder / "elastic" / "calibration.safetensors").exists():
             assert agent.poll() is None, agent.communicate()
             time.sleep(0.001)
@@ -99,9 +125,14 @@ def test_processes_that_never_come_are_given_up_on(monkeypatch):
     never = threading.Event()
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: never.wait())
     monkeypatch.setattr("lobs._system.distributed._GRACE", 0.0)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }.items():
         monkeypatch.setenv(name, value)
     words = r"process 1 of 3 could not find the others through 10\.0\.0\.1:29500 in 0\.1 seconds .* start all of them again"
-    with pytest.raises(CrewError, match=words), launched(0.1):
+    with pytest.raises(ProcessGroupError, match=words), launched_group(0.1):
         pass
     never.set()

@@ -95,11 +95,21 @@ def test_the_real_lightning_trainer(tmp_path):
 def test_the_real_hugging_face_trainer(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
     )
     model = transformers.BertForSequenceClassification(config)
-    masks = {n: torch.rand_like(p) < 0.3 for n, p in model.named_parameters() if "encoder" in n and p.dim() > 1}
-    data = [{"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(i % 2)} for i in range(32)]
+    masks = {
+        n: torch.rand_like(p) < 0.3
+        for n, p in model.named_parameters()
+        if "encoder" in n and p.dim() > 1
+    }
+    data = [
+        {"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(i % 2)} for i in range(32)
+    ]
     settings = transformers.TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=6,
@@ -124,7 +134,9 @@ def test_a_lora_merge_keeps_the_mask_and_says_what_it_lost():
     merged, lost = lobs.merge_lora(weight, down, up, mask, scale=0.5)
     update = 0.5 * up @ down
     assert not merged[~mask].any() and torch.allclose(merged[mask], (weight + update)[mask])
-    assert lost == pytest.approx(float(update[~mask].square().sum() / update.square().sum()), rel=1e-5)
+    assert lost == pytest.approx(
+        float(update[~mask].square().sum() / update.square().sum()), rel=1e-5
+    )
     assert lobs.merge_lora(weight, down * 0, up, mask)[1] == 0
     with pytest.raises(LobsError, match="do not fit together"):
         lobs.merge_lora(weight, down[:, :5], up, mask)
@@ -139,7 +151,9 @@ def test_a_real_peft_merge_keeps_the_mask():
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4))
     masks = {"0.weight": torch.rand(16, 20) < 0.3}
     lobs.apply_masks(model, masks)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    )
     merged, refilled = lobs.merge_adapters(adapted, masks)
     assert refilled["0.weight"] > 100 and revived(merged, masks) == 0
     assert type(merged[0]) is nn.Linear

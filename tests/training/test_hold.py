@@ -30,7 +30,9 @@ OPTIMIZERS = {
 
 
 def network():
-    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 6), nn.ReLU(), nn.Linear(6, 2))
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 6), nn.ReLU(), nn.Linear(6, 2)
+    )
 
 
 def random_masks(model, keep=0.3):
@@ -137,7 +139,9 @@ def test_autocast_and_grad_scaler_with_overflow(dtype):
     model = network()
     masks = random_masks(model)
     optimizer = OPTIMIZERS["adam"](model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)  # begins with steps that overflow
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**40, growth_interval=2
+    )  # begins with steps that overflow
     scales = []
     with lobs.hold(model, masks, optimizer):
         for _ in range(40):
@@ -181,7 +185,9 @@ def test_a_deepcopy_keeps_zeros_and_can_be_held_itself(tmp_path):
     with lobs.hold(twin, masks):
         fit(twin, OPTIMIZERS["sgd"](twin.parameters()))
     saved = lobs.load(lobs.save(tmp_path / "x.safetensors", twin, masks))
-    assert revived(twin, saved.masks) == 0 and all(torch.equal(saved.masks[n], m) for n, m in masks.items())
+    assert revived(twin, saved.masks) == 0 and all(
+        torch.equal(saved.masks[n], m) for n, m in masks.items()
+    )
 
 
 def test_moving_averages_stay_sparse():
@@ -189,12 +195,16 @@ def test_moving_averages_stay_sparse():
     masks = random_masks(model)
     optimizer = OPTIMIZERS["adam"](model.parameters())
     with lobs.hold(model, masks, optimizer):
-        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
         for _ in range(4):
             fit(model, optimizer, 1)
             average.update_parameters(model)
     assert revived(average.module, masks) == 0
-    assert lobs.apply_masks(average, masks) == dict.fromkeys(masks, 0)  # names are found inside the wrapper
+    assert lobs.apply_masks(average, masks) == dict.fromkeys(
+        masks, 0
+    )  # names are found inside the wrapper
 
 
 def test_other_networks_are_left_alone():
@@ -219,7 +229,9 @@ def test_masks_of_another_network_are_refused():
     model = network()
     with pytest.raises(LobsError, match=r"'9.weight' names no parameter"):
         lobs.hold(model, {"9.weight": torch.ones(2, 2, dtype=torch.bool)})
-    with pytest.raises(LobsError, match=r"'3.weight' is torch.bool \(2, 2\); it must be bool \(6, 27\)"):
+    with pytest.raises(
+        LobsError, match=r"'3.weight' is torch.bool \(2, 2\); it must be bool \(6, 27\)"
+    ):
         lobs.hold(model, {"3.weight": torch.ones(2, 2, dtype=torch.bool)})
     with pytest.raises(LobsError, match="must be bool"):
         lobs.hold(model, {"3.weight": torch.ones(6, 27)})

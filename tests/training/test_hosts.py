@@ -34,7 +34,20 @@ def hosts():
             for name in names:
                 ip("netns", "add", name)
             (left, one), (right, other) = ends
-            ip("link", "add", one, "netns", left, "type", "veth", "peer", "name", other, "netns", right)
+            ip(
+                "link",
+                "add",
+                one,
+                "netns",
+                left,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                other,
+                "netns",
+                right,
+            )
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
         for (name, device), address in zip(ends, ADDRESSES, strict=True):
@@ -51,7 +64,9 @@ def start(host, folder, *words, **variables):
     name, device = host
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device, **variables}
     command = ["ip", "netns", "exec", name, sys.executable, *words]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def beside(tmp_path):
@@ -67,27 +82,51 @@ def test_torchrun_on_two_hosts_prunes_as_one_process_does(tmp_path, hosts):
     first, second, alone = folders = beside(tmp_path)
     members = []
     for rank, (host, folder) in enumerate(zip(hosts, folders, strict=False)):
-        launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(rank)]
+        launch = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+            "--node-rank",
+            str(rank),
+        ]
         launch += ["--master-addr", ADDRESSES[0], "--master-port", "29533"]
-        members.append(start(host, folder, *launch, *WORDS, "out", "--resume", "journal"))
+        members.append(start(host, folder, *launch, *WORDS, "out", "--resume", "run_store"))
     said = [member.communicate(timeout=300) for member in members]
     assert [member.returncode for member in members] == [0, 0], said
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *WORDS, "out"], cwd=alone, env=env, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, *WORDS, "out"], cwd=alone, env=env, check=True, capture_output=True
+    )
     assert_alike(masks(alone / "out"), masks(first / "out"))
-    assert not {"out", "journal"} & {path.name for path in second.iterdir()}  # only the first process writes
+    assert not {"out", "run_store"} & {
+        path.name for path in second.iterdir()
+    }  # only the first process writes
 
 
 def test_a_cut_cable_ends_both_hosts_in_one_line_after_the_time_out(tmp_path, hosts):
     folders, members = beside(tmp_path), []
     for rank, (host, folder) in enumerate(zip(hosts, folders, strict=False)):
-        where = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29534"}
-        members.append(start(host, folder, *WORDS, "out", "--resume", "journal", "--time-out", "20", **where))
-    while not (folders[0] / "journal" / "calibration.safetensors").exists():
-        assert all(member.poll() is None for member in members), [member.communicate() for member in members]
+        where = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": "29534",
+        }
+        members.append(
+            start(host, folder, *WORDS, "out", "--resume", "run_store", "--time-out", "20", **where)
+        )
+    while not (folders[0] / "run_store" / "calibration.safetensors").exists():
+        assert all(member.poll() is None for member in members), [
+            member.communicate() for member in members
+        ]
         time.sleep(0.001)
     ip("-n", hosts[0][0], "link", "set", hosts[0][1], "down")
     told = [member.communicate(timeout=120)[1] for member in members]
     assert [member.returncode for member in members] == [1, 1]
-    assert all(words.startswith("error: process ") and words.count("\n") == 1 for words in told), told
+    assert all(words.startswith("error: process ") and words.count("\n") == 1 for words in told), (
+        told
+    )
     assert all("has lost another" in words for words in told)

@@ -32,7 +32,10 @@ def cifar(tmp_path, monkeypatch):
 
 
 def test_cifar_is_found_below_the_folder_or_through_the_environment(cifar, monkeypatch):
-    train, test = cifar10.load("train", cifar), cifar10.load("test", cifar / "a" / "cifar-10-batches-bin")
+    train, test = (
+        cifar10.load("train", cifar),
+        cifar10.load("test", cifar / "a" / "cifar-10-batches-bin"),
+    )
     assert train.images.shape == (100, 3, 32, 32) and len(test) == 20
     monkeypatch.setenv("LOBS_DATA", str(cifar / "a"))
     assert torch.equal(sets.load("cifar10", "test").images, test.images)
@@ -104,11 +107,19 @@ def images(tmp_path):
 
 
 def test_a_tar_is_read_like_the_folders_it_holds(images):
-    tar, folder = imagenet.load("val", images, batch_size=3), imagenet.load("val", images / "folders", batch_size=3)
+    tar, folder = (
+        imagenet.load("val", images, batch_size=3),
+        imagenet.load("val", images / "folders", batch_size=3),
+    )
     assert tar.source.suffix == ".tar" and tar.samples == 4 and len(tar) == 2
     for (x, y), (u, v) in zip(tar, folder, strict=True):
         assert torch.equal(x, u) and torch.equal(y, v) and x.shape[1:] == (3, 224, 224)
-    assert torch.cat([y for _, y in tar]).tolist() == [3, 3, 11, 11]  # numbers are the classes themselves
+    assert torch.cat([y for _, y in tar]).tolist() == [
+        3,
+        3,
+        11,
+        11,
+    ]  # numbers are the classes themselves
     assert [y.tolist() for _, y in tar.batches(2, limit=2)] == [[3, 11]]
     assert len(list(tar)) == len(list(tar)) == 2  # again and again
 
@@ -123,7 +134,9 @@ def test_scaling_is_that_of_the_networks(images):
 def test_an_image_of_the_right_size_is_taken_as_it_is_and_others_are_cropped_at_the_centre():
     image = pytest.importorskip("PIL.Image")
     made = image.new("RGB", (512, 256))
-    made.paste((255, 0, 0), (144, 16, 368, 240))  # exactly the centre of a picture twice as wide as high
+    made.paste(
+        (255, 0, 0), (144, 16, 368, 240)
+    )  # exactly the centre of a picture twice as wide as high
     held = io.BytesIO()
     made.save(held, "PNG")
     got = imagenet.decoded(held.getvalue(), "x")

@@ -57,18 +57,24 @@ def test_both_forms_of_resnet_take_the_same_weights_and_compute_different_things
     with torch.no_grad():
         a, b = first(x), second(x)
     assert a.shape == b.shape and not torch.allclose(a, b)
-    assert first.get_submodule("layer2.0.conv1").stride == (2, 2) and second.get_submodule("layer2.0.conv2").stride == (2, 2)
+    assert first.get_submodule("layer2.0.conv1").stride == (2, 2) and second.get_submodule(
+        "layer2.0.conv2"
+    ).stride == (2, 2)
 
 
 def test_weights_come_from_the_data_folder_in_any_precision(tmp_path, monkeypatch):
     small = zoo.entry("lenet300")
-    monkeypatch.setitem(zoo.ZOO, "mine", zoo.Entry(small.build, None, {}, "Mine", source="Make it."))
+    monkeypatch.setitem(
+        zoo.ZOO, "mine", zoo.Entry(small.build, None, {}, "Mine", source="Make it.")
+    )
     model = zoo.fresh("lenet300", 3)
     halves = {name: t.half() for name, t in model.state_dict().items()}
     checkpoint.save(tmp_path / "mine-imagenet.safetensors", halves)
     monkeypatch.setenv("LOBS_DATA", str(tmp_path))
     loaded = zoo.trained("mine")
-    assert loaded.fc1.weight.dtype == torch.float32 and torch.equal(loaded.fc1.weight, model.fc1.weight.half().float())
+    assert loaded.fc1.weight.dtype == torch.float32 and torch.equal(
+        loaded.fc1.weight, model.fc1.weight.half().float()
+    )
     monkeypatch.delenv("LOBS_DATA")
     with pytest.raises(LobsError, match=r"Put 'mine.safetensors' into a folder .* Make it\."):
         zoo.trained("mine")

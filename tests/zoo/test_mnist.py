@@ -10,7 +10,18 @@ from lobs.errors import DataError
 def test_mnist_is_the_real_one():
     train, test = mnist.load("train"), mnist.load("test")
     assert train.images.shape == (60_000, 1, 28, 28) and test.images.shape == (10_000, 1, 28, 28)
-    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert torch.bincount(test.labels).tolist() == [
+        980,
+        1135,
+        1032,
+        1010,
+        982,
+        892,
+        958,
+        1028,
+        974,
+        1009,
+    ]
     assert float(train.images.min()) == 0 and float(train.images.max()) == 1
 
 

@@ -1,8 +1,9 @@
 """How much memory a run may take, and what steps aside when it is short.
 
-`limited(bytes)` sets the promise for everything inside; whoever is about to make something large asks `room()`, and large
-tensors go to files of their own (`Shelf`, `scratch`) where there is none. Resident memory is what counts, so files are read
-and written, not mapped: mapped pages would be resident too.
+`limited(bytes)` sets the promise for everything inside; whoever is about to make something large
+asks `room()`, and large tensors go to files of their own (`Shelf`, `scratch`) where there is none.
+Resident memory is what counts, so files are read and written, not mapped: mapped pages would be
+resident too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from torch import Tensor
 
 from lobs.errors import FileError, LobsError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 _promise: ContextVar[tuple[int, int] | None] = ContextVar("lobs_memory", default=None)
 _PROGRAM = 2**29  # bytes that Python, torch and compiled code take by themselves, roughly
 
@@ -37,7 +48,10 @@ def parse(size: str | float) -> int:
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", str(size).lower())
     number = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
     if not 2**20 <= number < 2**60:
-        raise LobsError(f"memory is {size!r}: give bytes, or a size such as '8GB' or '512MiB', at least a mebibyte.")
+        raise LobsError(
+            f"memory is {size!r}: give bytes, or a size such as '8GB' or '512MiB', at least a "
+            "mebibyte."
+        )
     return int(number)
 
 
@@ -102,14 +116,17 @@ def fits(count: float) -> bool:
 _WIDE = 8192
 
 
-def lean(groups: int, columns: int) -> bool:
+def single_copy(groups: int, columns: int) -> bool:
     """Must the moment of a layer this wide be kept once, in single precision?
 
-    From 8,192 columns on; where memory is limited, from where six copies in double precision would take an eighth of it.
-    Decided by the limit, not by what is free at the moment: the same run must give the same bits.
+    From 8,192 columns on; where memory is limited, from where six copies in double precision would
+    take an eighth of it. Decided by the limit, not by what is free at the moment: the same run must
+    give the same bits.
     """
     promised = limit()
-    return groups == 1 and (columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8))
+    return groups == 1 and (
+        columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8)
+    )
 
 
 class Shelf:
@@ -157,8 +174,8 @@ class Shelved:
 def scratch(tensor: Tensor) -> Iterator[Callable[[], Tensor]]:
     """Yield a function that gives a copy to overwrite, as often as it is asked.
 
-    Where there is no room for a copy it is the tensor itself, read anew each time from a file, and once more in the end; until
-    then nobody else may look at it.
+    Where there is no room for a copy it is the tensor itself, read anew each time from a file, and
+    once more in the end; until then nobody else may look at it.
     """
     size = tensor.numel() * tensor.element_size()
     if fits(size) or tensor.device.type != "cpu" or not tensor.is_contiguous():

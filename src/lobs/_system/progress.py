@@ -1,7 +1,8 @@
 """Progress bars that appear only when asked for and only when the wait is worth one.
 
-Work announces itself with `track(label, total)` and calls the function it gets; nothing is drawn unless some caller
-up the stack has opened `shown()`. So solvers report progress without carrying a display through every signature.
+Work announces itself with `track(label, total)` and calls the function it gets; nothing is drawn
+unless some caller up the stack has opened `shown()`. So solvers report progress without carrying a
+display through every signature.
 """
 
 from __future__ import annotations

@@ -29,10 +29,13 @@ class Interval:
 Samples = dict[str, NDArray[np.float64]]
 
 
-def take_turns(contenders: Mapping[str, Callable[[], Any]], seconds: float = 0.5, rounds: int = 21) -> Samples:
+def take_turns(
+    contenders: Mapping[str, Callable[[], Any]], seconds: float = 0.5, rounds: int = 21
+) -> Samples:
     """Seconds a call of each contender, one sample of each per round, so that a neighbour's work falls on all alike.
 
-    The order changes from round to round. `seconds` is the time to spend on all, about; there are at least five rounds.
+    The order changes from round to round. `seconds` is the time to spend on all, about; there are
+    at least five rounds.
     """
     repeats = {name: _repeats(call) for name, call in contenders.items()}
     names = list(contenders)

@@ -17,4 +17,6 @@ def workers() -> ThreadPoolExecutor:
 @lru_cache(maxsize=4)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     # A forked child inherits the pool but not its threads; hence the process in the key.
-    return ThreadPoolExecutor(threads, thread_name_prefix="lobs", initializer=torch.set_num_threads, initargs=(1,))
+    return ThreadPoolExecutor(
+        threads, thread_name_prefix="lobs", initializer=torch.set_num_threads, initargs=(1,)
+    )

@@ -1,12 +1,14 @@
 """Batch-norm re-estimation: a pruned network feeds its normalisations other numbers than the dense one did.
 
-Both networks run on the same data, and running statistics move by what pruning moved: means by the difference of the two
-networks' means, variances by the ratio of their variances. A network that lost nothing keeps its statistics to the bit, and
-what a few hundred images have of their own, against all those that the network was trained on, cancels out.
+Both networks run on the same data, and running statistics move by what pruning moved: means by the
+difference of the two networks' means, variances by the ratio of their variances. A network that
+lost nothing keeps its statistics to the bit, and what a few hundred images have of their own,
+against all those that the network was trained on, cancels out.
 
-Every normalisation works with what it has seen so far, so that those behind it see what they will see in the end. Setting
-all of them at once from a pass with the old statistics would not do: if the first is 5 % off, it is corrected, and each one
-behind it once more for its own measure of the same 5 %; after fifty layers nothing is left of the network.
+Every normalisation works with what it has seen so far, so that those behind it see what they will
+see in the end. Setting all of them at once from a pass with the old statistics would not do: if the
+first is 5 % off, it is corrected, and each one behind it once more for its own measure of the same
+5 %; after fifty layers nothing is left of the network.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lobs.solvers import linalg
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.calibration.forward import call
 
 # See `reestimate`.
 Compare: TypeAlias = Callable[[Callable[[Any], None] | None], float | None]
-# Statistics that bring the output nearer by less stay: others than the dense network's cost the certificate its bound.
+# Statistics that bring the output nearer by less stay: others than the dense network's cost the
+# certificate its bound.
 _WORTH = 0.01
 _PIECE = 2**18  # values that are summed at a time, which stay in the cache
-_MOST = 4.0  # a variance that changed by more is that of a channel with next to nothing in it, on these data
+# a variance that changed by more is that of a channel with next to nothing in it, on these data
+_MOST = 4.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,11 @@ class BatchNormEffect:
         if self.before is None or self.after is None:
             return f"statistics of {self._norms} re-estimated; effect not measured"
         help_ = "hardly helps" if self.after < self.before else "does not help"
-        done = "re-estimated" if self.changed else f"left as they were, since re-estimating them {help_}"
+        done = (
+            "re-estimated"
+            if self.changed
+            else f"left as they were, since re-estimating them {help_}"
+        )
         moved = f"output deviation {self.before:.4g} → {self.after:.4g}"
         return f"statistics of {self._norms} {done} ({moved})"
 
@@ -60,16 +68,22 @@ class BatchNormEffect:
 
 def find_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """Batch norms that keep running statistics; the others use each batch's own and need nothing."""
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    return {name: m for name, m in norms.items() if m.running_mean is not None and m.running_var is not None}
+    norms = {
+        name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    }
+    return {
+        name: m
+        for name, m in norms.items()
+        if m.running_mean is not None and m.running_var is not None
+    }
 
 
 def reestimate(model: nn.Module, dense: nn.Module, compare: Compare) -> BatchNormEffect | None:
     """Re-estimate the statistics of all batch norms that pruning has reached; None where there is none.
 
-    They start as the dense network's. `compare` runs the dense and then the pruned network on every batch, calls what it is
-    given with the batch, and says in the end how far the output is from the dense one's; should that not
-    shrink by a hundredth, the statistics are again what they were.
+    They start as the dense network's. `compare` runs the dense and then the pruned network on every
+    batch, calls what it is given with the batch, and says in the end how far the output is from the
+    dense one's; should that not shrink by a hundredth, the statistics are again what they were.
     """
     norms, theirs = find_norms(model), find_norms(dense)
     if not norms:
@@ -77,7 +91,8 @@ def reestimate(model: nn.Module, dense: nn.Module, compare: Compare) -> BatchNor
     dense_sums = {name: _Sums(_mean(norm)) for name, norm in theirs.items()}
     sums = {name: _Sums(_mean(norm)) for name, norm in norms.items()}
 
-    # After each call of a norm: one that is called twice is compared with what the dense network had seen by then.
+    # After each call of a norm: one that is called twice is compared with what the dense network
+    # had seen by then.
     dense_calls: dict[str, list[_Sums]] = {name: [] for name in theirs}
 
     def note(name: str, x: Tensor) -> None:
@@ -122,9 +137,12 @@ def _move(norm: _BatchNorm, old: _BatchNorm, dense: _Sums, pruned: _Sums) -> Non
     if min(dense.n, pruned.n) < 2:  # no variance in one value
         return
     mean, var = _mean(old), _var(old)
-    # What the norm divides by is variance + ε; that is what changes by a ratio, also where there is next to no variance.
+    # What the norm divides by is variance + ε; that is what changes by a ratio, also where there is
+    # next to no variance.
     tiny = torch.finfo(torch.float64).tiny
-    ratio = (pruned.variance + norm.eps).clamp_min(tiny) / (dense.variance + norm.eps).clamp_min(tiny)
+    ratio = (pruned.variance + norm.eps).clamp_min(tiny) / (dense.variance + norm.eps).clamp_min(
+        tiny
+    )
     ratio = ratio.clamp(1 / _MOST, _MOST)
     _mean(norm).copy_(mean + (pruned.mean - dense.mean))
     _var(norm).copy_((var + (var + norm.eps) * (ratio - 1)).clamp_min(0.0))
@@ -132,15 +150,23 @@ def _move(norm: _BatchNorm, old: _BatchNorm, dense: _Sums, pruned: _Sums) -> Non
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     """All running statistics, by name."""
-    return {f"{n}:{part}": t for n, m in find_norms(model).items() for part, t in (("mean", _mean(m)), ("var", _var(m)))}
+    return {
+        f"{n}:{part}": t
+        for n, m in find_norms(model).items()
+        for part, t in (("mean", _mean(m)), ("var", _var(m)))
+    }
 
 
-def take_up(model: nn.Module, statistics: Mapping[str, Tensor], effect: Mapping[str, Any] | None) -> BatchNormEffect | None:
+def take_up(
+    model: nn.Module, statistics: Mapping[str, Tensor], effect: Mapping[str, Any] | None
+) -> BatchNormEffect | None:
     """Put back statistics that `statistics_of` gave, with what re-estimation had said."""
     for name, norm in find_norms(model).items():
         _mean(norm).copy_(statistics[f"{name}:mean"])
         _var(norm).copy_(statistics[f"{name}:var"])
-    return None if effect is None else BatchNormEffect(**{**effect, "layers": tuple(effect["layers"])})
+    return (
+        None if effect is None else BatchNormEffect(**{**effect, "layers": tuple(effect["layers"])})
+    )
 
 
 def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
@@ -154,28 +180,38 @@ def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
 class _Sums:
     """n, Σx and Σx² by channel, in float64 about a first guess of the mean, so that large means cost no digits.
 
-    Pieces of the data are summed in their own type, each about its own mean, wherever that is from the guess.
+    Pieces of the data are summed in their own type, each about its own mean, wherever that is from
+    the guess.
     """
 
     def __init__(self, guess: Tensor) -> None:
         self.guess = guess.to(torch.float64).clone()
-        self.n, self.first, self.second = 0, torch.zeros_like(self.guess), torch.zeros_like(self.guess)
+        self.n, self.first, self.second = (
+            0,
+            torch.zeros_like(self.guess),
+            torch.zeros_like(self.guess),
+        )
 
     def add(self, x: Tensor) -> None:
         kind = torch.promote_types(x.dtype, torch.float32)
         for some in torch.split(x.detach(), max(1, _PIECE // max(1, x[:1].numel()))):
             lines = some.transpose(0, 1).flatten(1).to(kind)
-            middle = lines.mean(dim=1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)  # which float32 may not hold
+            middle = lines.mean(dim=1, keepdim=True).nan_to_num(
+                0.0, 0.0, 0.0
+            )  # which float32 may not hold
             about, n = lines - middle, lines.shape[1]
-            shift, rest = middle.squeeze(1).to(torch.float64) - self.guess, about.sum(dim=1, dtype=torch.float64)
+            shift, rest = (
+                middle.squeeze(1).to(torch.float64) - self.guess,
+                about.sum(dim=1, dtype=torch.float64),
+            )
             self.n += n
             self.first += rest + n * shift
             self.second += linalg.squares(about) + shift * (2 * rest + n * shift)
 
     def join(self) -> None:
-        """Add up what all processes of the crew have seen; their guesses are the same, the network being so."""
-        crew().add(self.first, self.second)
-        self.n = round(crew().total(self.n)[0])
+        """Add up what all processes of the group have seen; their guesses are the same, the network being so."""
+        process_group().all_reduce(self.first, self.second)
+        self.n = round(process_group().sum_numbers(self.n)[0])
 
     @property
     def mean(self) -> Tensor:
@@ -193,7 +229,10 @@ def _watching(norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]) 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         return lambda _, args, named: see(name, args[0] if args else named["input"])
 
-    handles = [norm.register_forward_pre_hook(watch(name), with_kwargs=True) for name, norm in norms.items()]
+    handles = [
+        norm.register_forward_pre_hook(watch(name), with_kwargs=True)
+        for name, norm in norms.items()
+    ]
     try:
         yield
     finally:

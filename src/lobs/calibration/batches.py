@@ -1,8 +1,8 @@
 """The user's batches, read with care: whatever goes wrong while reading says which batch it was.
 
-Data come from user code: a loader may raise in the middle, a network may choke on one batch. Both become one error that
-names the batch and keeps the cause; nothing of ours stays behind on the network. Where another type or shape would do, it
-says what to write.
+Data come from user code: a loader may raise in the middle, a network may choke on one batch. Both
+become one error that names the batch and keeps the cause; nothing of ours stays behind on the
+network. Where another type or shape would do, it says what to write.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from torch import Tensor
 
 from lobs.errors import CalibrationError, LobsError
 
-_CASTS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
-_MISTAKEN = {"uint8", *(str(kind).removeprefix("torch.") for kind in _CASTS)}  # integers may be labels: those stay
+_CASTS = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat16",
+}
+_MISTAKEN = {
+    "uint8",
+    *(str(kind).removeprefix("torch.") for kind in _CASTS),
+}  # integers may be labels: those stay
 
 
 class Batches:
@@ -49,9 +57,12 @@ def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches"
         return batches
     if isinstance(batches, Tensor | str | bytes | dict) or not isinstance(batches, Iterable):
         raise CalibrationError(
-            f"{name} is a {type(batches).__name__}: give a list of batches or a DataLoader; one tensor x is [x]."
+            f"{name} is a {type(batches).__name__}: give a list of batches or a DataLoader; one "
+            "tensor x is [x]."
         )
-    if isinstance(batches, np.ndarray) and batches.dtype != object:  # an array of tensors can be gone through
+    if (
+        isinstance(batches, np.ndarray) and batches.dtype != object
+    ):  # an array of tensors can be gone through
         raise CalibrationError(
             f"{name} is a numpy array of {batches.dtype} of shape {batches.shape}: write "
             f"[{written(batches, torch.float32)}], a list of batches, in the network's type."
@@ -77,7 +88,9 @@ def told(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
         raise CalibrationError(f"{text.rstrip('.')}. {advice}" if advice else text) from error
 
 
-def remedy_for(run: Callable[[Any], Any], batch: Tensor | Mapping[str, Any], kind: torch.dtype | None) -> str:
+def remedy_for(
+    run: Callable[[Any], Any], batch: Tensor | Mapping[str, Any], kind: torch.dtype | None
+) -> str:
     """What to write for a batch on which a network of type `kind` fails: only what was tried and runs, else nothing."""
     if _runs(run, batch):  # what fails once and not again is no matter of types and shapes
         return ""
@@ -95,15 +108,23 @@ def remedy_for(run: Callable[[Any], Any], batch: Tensor | Mapping[str, Any], kin
 
 def written(value: Any, kind: torch.dtype | None, name: str = "x") -> str:
     """The code that makes a value a tensor of the network's type; its name alone where it is one, or nothing would do."""
-    if not isinstance(value, Tensor | np.ndarray) or (isinstance(value, np.ndarray) and value.dtype.kind not in "fiub"):
+    if not isinstance(value, Tensor | np.ndarray) or (
+        isinstance(value, np.ndarray) and value.dtype.kind not in "fiub"
+    ):
         return name
     code = name if isinstance(value, Tensor) else f"torch.from_numpy({name})"
     return f"{code}.{_CASTS[kind]}()" if kind in _CASTS and _mistaken(value, kind) else code
 
 
-def _remedy_by_name(run: Callable[[Any], Any], batch: Mapping[str, Any], kind: torch.dtype | None) -> str:
-    changes = {name: code for name, value in batch.items() if (code := written(value, kind, name)) != name}
-    if not changes or not _runs(lambda names: run({**batch, **{n: _typed(batch[n], kind) for n in names}}), changes):
+def _remedy_by_name(
+    run: Callable[[Any], Any], batch: Mapping[str, Any], kind: torch.dtype | None
+) -> str:
+    changes = {
+        name: code for name, value in batch.items() if (code := written(value, kind, name)) != name
+    }
+    if not changes or not _runs(
+        lambda names: run({**batch, **{n: _typed(batch[n], kind) for n in names}}), changes
+    ):
         return ""
     had = ", ".join(f"'{name}' is {_described(batch[name])}" for name in changes)
     return f"It runs with {', '.join(changes.values())}: {had}, the network {kind}."

@@ -1,9 +1,10 @@
 """The diagonal of the loss's curvature, weight by weight: what optimal brain damage (LeCun, Denker, Solla 1990) cuts by.
 
-For a softmax classifier the Gauss–Newton matrix of the cross entropy is the Fisher matrix, the mean over inputs and over
-labels drawn from the network's own distribution of g gᵀ, with g the gradient of one sample's loss. Its diagonal is the mean
-of g², so one backward pass a batch with drawn labels estimates it without bias, and no true labels are needed. A sample's
-gradient is summed over the positions of a convolution before it is squared.
+For a softmax classifier the Gauss–Newton matrix of the cross entropy is the Fisher matrix, the mean
+over inputs and over labels drawn from the network's own distribution of g gᵀ, with g the gradient
+of one sample's loss. Its diagonal is the mean of g², so one backward pass a batch with drawn labels
+estimates it without bias, and no true labels are needed. A sample's gradient is summed over the
+positions of a convolution before it is squared.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
 from lobs._system.progress import track
@@ -24,40 +25,55 @@ from lobs.calibration.forward import batch_size, call, evaluating, length
 _PIECE_ELEMENTS = 2**24  # of per-sample gradients held at a time
 
 
-def fisher_diagonal(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, seed: int = 0) -> dict[str, Tensor]:
+def fisher_diagonal(
+    model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, seed: int = 0
+) -> dict[str, Tensor]:
     """Mean squared gradient of every weight, (groups, rows, columns [+ 1 for the bias]) by layer name, in float64.
 
     Costs a forward and a backward pass over the data, and as much again to square sample by sample.
     """
     for layer in layers:
         _check(layer)
-    total = {layer.name: torch.zeros_like(layer.matrix(), dtype=torch.float64, device="cpu") for layer in layers}
+    total = {
+        layer.name: torch.zeros_like(layer.matrix(), dtype=torch.float64, device="cpu")
+        for layer in layers
+    }
     samples, generator = 0, torch.Generator().manual_seed(seed)
-    with crew().agree(), evaluating(model), torch.enable_grad(), track("curvature", length(batches)) as advance:
+    with (
+        process_group().raise_together(),
+        evaluating(model),
+        torch.enable_grad(),
+        track("curvature", length(batches)) as advance,
+    ):
         for batch in batches:
             with _watched(layers) as seen:
                 out = call(model, batch)
             if not isinstance(out, Tensor) or out.dim() != 2:
                 raise CalibrationError(
-                    f"the curvature of a loss needs a classifier that returns (samples, classes), not "
-                    f"{tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__}. Use solver 'obd'."
+                    "the curvature of a loss needs a classifier that returns (samples, classes), "
+                    "not "
+                    f"{tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__}. Use "
+                    "solver 'obd'."
                 )
             chances = out.detach().softmax(dim=1).cpu()
             if not bool(torch.isfinite(chances).all()):
                 raise CalibrationError(
-                    "the curvature of a loss needs finite outputs, and the network gives NaN or infinite ones. Check its "
+                    "the curvature of a loss needs finite outputs, and the network gives NaN or "
+                    "infinite ones. Check its "
                     "weights and the data, or use solver 'obd'."
                 )
             drawn = torch.multinomial(chances, 1, generator=generator).squeeze(1).to(out.device)
-            loss = torch.nn.functional.cross_entropy(out, drawn, reduction="sum")  # so that a sample's gradient is its own
+            loss = torch.nn.functional.cross_entropy(
+                out, drawn, reduction="sum"
+            )  # so that a sample's gradient is its own
             gradients = torch.autograd.grad(loss, [zero for _, _, zero in seen], allow_unused=True)
             for (layer, x, _), gradient in zip(seen, gradients, strict=True):
                 if gradient is not None:
                     total[layer.name] += _squares(layer, x, gradient)
             samples += batch_size(batch)
             advance(1)
-    crew().add(*total.values())
-    samples = round(crew().total(samples)[0])
+    process_group().all_reduce(*total.values())
+    samples = round(process_group().sum_numbers(samples)[0])
     return {name: value / max(samples, 1) for name, value in total.items()}
 
 
@@ -65,7 +81,8 @@ def _check(layer: Layer) -> None:
     if layer.tied or not isinstance(layer.module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         shared = ", shared by several modules," if layer.tied else ""
         raise CalibrationError(
-            f"layer '{layer.name}' ({layer.kind}){shared} has no gradient by sample here. Use solver 'obd', or skip the layer."
+            f"layer '{layer.name}' ({layer.kind}){shared} has no gradient by sample here. Use "
+            "solver 'obd', or skip the layer."
         )
 
 

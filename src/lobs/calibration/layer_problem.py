@@ -33,7 +33,7 @@ def layer_problem(
     damping: float | None = None,
     row_weight: Tensor | None = None,
     curvature: Tensor | None = None,
-    mine: bool = False,
+    overwrite: bool = False,
 ) -> Problem:
     """The matrix problem of one layer: reproduce `dense` on the inputs that `moments` saw; they may be used up if `mine`."""
     settings: dict[str, Any] = {
@@ -44,22 +44,28 @@ def layer_problem(
         "positions": 1 if prune_bias else math.prod(layer.weight.shape[2:]),
         "name": f"layer '{layer.name}'",
     }
-    if moments.lean and damping is None:
-        return wide_problem(dense, moments, mine=mine, **settings)
-    return Problem(dense, moments.moment.to(dense.device), samples=moments.count, damping=damping, **settings)
+    if moments.single_copy and damping is None:
+        return wide_problem(dense, moments, overwrite=overwrite, **settings)
+    return Problem(
+        dense, moments.moment.to(dense.device), samples=moments.count, damping=damping, **settings
+    )
 
 
 def asymmetric_problem(problem: Problem, missed: Tensor) -> Problem:
     """The same layer with a wider aim: give on these inputs what the dense layer gives on the dense network's.
 
-    min ‖V X̂ − W X‖² + λ‖V − W‖² has its free optimum at W + W D (Ĥ + λI)⁻¹, D = E[(x − x̂) x̂ᵀ]; what is left to do is the old
-    problem with that in place of W. `missed` is W D.
+    min ‖V X̂ − W X‖² + λ‖V − W‖² has its free optimum at W + W D (Ĥ + λI)⁻¹, D = E[(x − x̂) x̂ᵀ];
+    what is left to do is the old problem with that in place of W. `missed` is W D.
     """
     if problem.units is not None:
         return aimed(problem, missed.to(problem.weight.device))
     parts = []
-    for (weight, moment), away in zip(problem.groups, missed.to(problem.weight.device), strict=True):
-        few = metric.few_samples(len(moment), problem.samples) * float(metric.own_energy(moment, problem.protected))
+    for (weight, moment), away in zip(
+        problem.groups, missed.to(problem.weight.device), strict=True
+    ):
+        few = metric.few_samples(len(moment), problem.samples) * float(
+            metric.own_energy(moment, problem.protected)
+        )
         lam = max(_TETHER * float(moment.diagonal().mean()), few)
         if lam == 0:  # nothing reaches the layer, so nothing can be mended there
             parts.append(weight)

@@ -1,9 +1,11 @@
 """Streamed moments: what calibration remembers of a layer's inputs.
 
-Products are formed in the activation's own precision (float32 at least) over pieces of at most 8,192 vectors and added up in
-float64: a float32 sum of millions of patches would lose the small eigenvalues that decide what may be deleted, while float64
-products cost twice the time for digits the activations do not have. Layers of under 32 columns are multiplied in
-float64 all the same: there it costs nothing, and narrow float32 products are summed naively (4e-5 off, measured, against 5e-7).
+Products are formed in the activation's own precision (float32 at least) over pieces of at most
+8,192 vectors and added up in
+float64: a float32 sum of millions of patches would lose the small eigenvalues that decide what may
+be deleted, while float64 products cost twice the time for digits the activations do not have.
+Layers of under 32 columns are multiplied in float64 all the same: there it costs nothing, and
+narrow float32 products are summed naively (4e-5 off, measured, against 5e-7).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lobs._system import memory
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
 
@@ -25,22 +27,36 @@ _STRIP = 512  # rows of a moment that are worked on together
 
 
 class Moments:
-    """Running Σ y yᵀ, Σ y and n of one layer, per group."""
+    """Running Σ y yᵀ, Σ y and n of one layer, per together."""
 
     def __init__(
-        self, groups: int, columns: int, *, bias: bool, device: torch.device | None = None, hollow: bool = False
+        self,
+        groups: int,
+        columns: int,
+        *,
+        bias: bool,
+        device: torch.device | None = None,
+        counts_only: bool = False,
     ) -> None:
         self.bias, self.count = bias, 0
-        self.lean = memory.lean(groups, columns)
-        kind = torch.float32 if self.lean else torch.float64
-        size = 0 if hollow else columns + bias  # with room for the constant-1 column, so that no copy need be made for it
+        self.single_copy = memory.single_copy(groups, columns)
+        kind = torch.float32 if self.single_copy else torch.float64
+        size = (
+            0 if counts_only else columns + bias
+        )  # with room for the constant-1 column, so that no copy need be made for it
         self._whole = torch.zeros(groups, size, size, dtype=kind, device=device)
         self._sum = torch.zeros(groups, columns, dtype=torch.float64, device=device)
 
     @classmethod
-    def of(cls, layer: Layer, device: torch.device, *, hollow: bool = False) -> Moments:
+    def of(cls, layer: Layer, device: torch.device, *, counts_only: bool = False) -> Moments:
         """Where a layer's inputs are to be summed."""
-        return cls(layer.groups, layer.columns, bias=layer.bias is not None, device=device, hollow=hollow)
+        return cls(
+            layer.groups,
+            layer.columns,
+            bias=layer.bias is not None,
+            device=device,
+            counts_only=counts_only,
+        )
 
     @property
     def _outer(self) -> Tensor:
@@ -73,19 +89,21 @@ class Moments:
         return {"whole": self._whole, "sum": self._sum, "count": torch.tensor(self.count)}
 
     @classmethod
-    def unpacked(cls, parts: Mapping[str, Tensor], *, bias: bool, device: torch.device | None = None) -> Moments:
+    def unpacked(
+        cls, parts: Mapping[str, Tensor], *, bias: bool, device: torch.device | None = None
+    ) -> Moments:
         """Sums that go on from where they were, in the very tensor that is given where it is on the device already."""
         groups, columns = parts["sum"].shape
-        moments = cls(groups, columns, bias=bias, device=device, hollow=True)
+        moments = cls(groups, columns, bias=bias, device=device, counts_only=True)
         moments._whole = parts["whole"].to(moments._whole)
         moments._sum.copy_(parts["sum"])
         moments.count = int(parts["count"])
         return moments
 
     def join(self) -> None:
-        """Add up what all processes of the crew have counted."""
-        crew().add(self._whole, self._sum)
-        self.count = round(crew().total(self.count)[0])
+        """Add up what all processes of the group have counted."""
+        process_group().all_reduce(self._whole, self._sum)
+        self.count = round(process_group().sum_numbers(self.count)[0])
 
     @property
     def finite(self) -> bool:
@@ -139,7 +157,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float64:
         return product
     energy = product.diagonal(dim1=-2, dim2=-1)
-    lost = a.transpose(-1, -2)[energy < _LEAST_ENERGY] if bool((energy < _LEAST_ENERGY).any()) else a[..., :0]
+    lost = (
+        a.transpose(-1, -2)[energy < _LEAST_ENERGY]
+        if bool((energy < _LEAST_ENERGY).any())
+        else a[..., :0]
+    )
     if bool(torch.isfinite(energy).all()) and not bool(lost.any()):
         return product
     return a.double().mT @ b.double()
@@ -147,14 +169,15 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def weighed(layer: Layer) -> bool:
     """Are a layer's paired moments summed as W D? Their lines are then its rows, and there are two products."""
-    return memory.lean(layer.groups, layer.columns) or 2 * layer.rows < layer.columns
+    return memory.single_copy(layer.groups, layer.columns) or 2 * layer.rows < layer.columns
 
 
 class PairedMoments:
     """Moments of one layer's inputs in two networks: Ĥ = E[ŷŷᵀ] of the pruned one, and D = E[(y − ŷ)ŷᵀ], how they differ.
 
-    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close. All that anybody wants of it
-    is W D, which is summed instead where that takes fewer products, or where a second d×d matrix would be too much.
+    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close.
+    All that anybody wants of it is W D, which is summed instead where that takes fewer products, or
+    where a second d×d matrix would be too much.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -162,13 +185,16 @@ class PairedMoments:
         self._weighed = weighed(layer)
         lines = layer.rows if self._weighed else layer.columns
         self._outer = self.pruned._whole.new_zeros(layer.groups, lines, layer.columns)
-        self._sum = torch.zeros(layer.groups, lines, dtype=torch.float64, device=layer.weight.device)
+        self._sum = torch.zeros(
+            layer.groups, lines, dtype=torch.float64, device=layer.weight.device
+        )
 
     def add(self, layer: Layer, x: Tensor, x_hat: Tensor) -> None:
         """Count in one call's input in the dense and in the pruned network."""
         if x.shape != x_hat.shape:
             raise CalibrationError(
-                f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and {tuple(x_hat.shape)} "
+                f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and "
+                f"{tuple(x_hat.shape)} "
                 f"in the pruned network. Use inputs='dense'."
             )
         if torch.equal(x, x_hat):  # nothing before this layer has been pruned
@@ -178,8 +204,11 @@ class PairedMoments:
         own = torch.promote_types(x.dtype, torch.float32)
         kind = torch.float64 if layer.columns < _NARROW else own
         weight = layer.unfolded(layer.weight.detach()).to(kind) if self._weighed else None
-        # Patches pick out of an input what they hold, so those of a difference are the differences of patches.
-        for apart, pruned in zip(layer.patches(x.to(own) - x_hat.to(own)), layer.patches(x_hat), strict=True):
+        # Patches pick out of an input what they hold, so those of a difference are the differences
+        # of patches.
+        for apart, pruned in zip(
+            layer.patches(x.to(own) - x_hat.to(own)), layer.patches(x_hat), strict=True
+        ):
             self.pruned.add(pruned)
             away = apart.to(kind) if weight is None else apart.to(kind) @ weight.mT
             product = away.mT @ pruned.to(kind)
@@ -189,15 +218,17 @@ class PairedMoments:
             self._sum += away.sum(dim=1, dtype=torch.float64)
 
     def join(self) -> None:
-        """Add up what all processes of the crew have counted."""
+        """Add up what all processes of the group have counted."""
         self.pruned.join()
-        crew().add(self._outer, self._sum)
+        process_group().all_reduce(self._outer, self._sum)
 
     def missed(self, weight: Tensor) -> Tensor:
         """W D as (groups, rows, columns), with the constant-1 column last where there is a bias."""
         n = max(self.pruned.count, 1)
         outer, total = self._outer.to(torch.float64) / n, self._sum / n
         if not self._weighed:
-            w = weight.to(torch.float64)[..., : outer.shape[1]]  # the constant 1 is the same in both networks
+            w = weight.to(torch.float64)[
+                ..., : outer.shape[1]
+            ]  # the constant 1 is the same in both networks
             outer, total = w @ outer, (w @ total.unsqueeze(-1)).squeeze(-1)
         return torch.cat([outer, total.unsqueeze(-1)], dim=-1) if self.pruned.bias else outer

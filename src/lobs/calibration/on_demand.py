@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from lobs._system import memory
-from lobs.calibration.collect import Calibration, collect
-from lobs.storage.run_store import Journal
+from lobs.calibration.collect import Calibration, collect_moments
+from lobs.storage.run_store import RunStore
 from lobs.layers import Layer
 from lobs.calibration.moments import Moments
 
@@ -20,14 +20,15 @@ from lobs.calibration.moments import Moments
 class Gathered(Calibration):
     """A calibration whose moments are summed by `prepare`, or when one is first asked for.
 
-    Without a limit of memory one pass serves all layers. With one, as many layers as fit take part in a pass, and what it finds
-    goes to files; a layer's moments are then read from there each time, and are the reader's own.
+    Without a limit of memory one pass serves all layers. With one, as many layers as fit take part
+    in a pass, and what it finds goes to files; a layer's moments are then read from there each
+    time, and are the reader's own.
     """
 
     model: nn.Module | None = None
     data: Iterable[Any] = ()
     layers: Mapping[str, Layer] = field(default_factory=dict)
-    journal: Journal = field(default_factory=Journal)
+    run_store: RunStore = field(default_factory=RunStore)
     room: float | None = None
     shelved: dict[str, memory.Shelved] = field(default_factory=dict)
     found: dict[str, Moments] = field(default_factory=dict)
@@ -42,12 +43,14 @@ class Gathered(Calibration):
         return Moments.unpacked(parts, bias=layer.bias is not None, device=layer.weight.device)
 
     def prepare(self) -> None:
-        """Sum the moments of all layers that have none yet. All processes of a crew must do this together."""
+        """Sum the moments of all layers that have none yet. All processes of a group must do this together."""
         assert self.model is not None
         missing = [self.layers[name] for name in self.moments if name not in self.found]
         shelf = memory.Shelf() if missing and memory.limit() is not None else None
         for group in passes(missing, self.room):
-            seen = collect(self.model, self.data, group, journal=self.journal, key=_key(group))
+            seen = collect_moments(
+                self.model, self.data, group, run_store=self.run_store, key=_key(group)
+            )
             for layer in group:
                 self.found[layer.name] = seen[layer.name]
                 if shelf is not None:
@@ -55,19 +58,28 @@ class Gathered(Calibration):
 
 
 def _key(group: Sequence[Layer]) -> str:
-    """What the journal calls a pass: by all its layers, since a run that goes on may have room for others."""
+    """What the run store calls a pass: by all its layers, since a run that goes on may have room for others."""
     names = hashlib.sha256("\n".join(layer.name for layer in group).encode()).hexdigest()
     return f"moments {names[:16]}"
 
 
 def gathered(
-    model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], journal: Journal, room: float | None
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[Layer],
+    run_store: RunStore,
+    room: float | None,
 ) -> Gathered:
     """Look at the data once, for what every run must know, and leave the moments for later; `room` is for those of a pass."""
-    seen = collect(model, batches, layers, journal=journal, hollow=True)
+    seen = collect_moments(model, batches, layers, run_store=run_store, counts_only=True)
     known = {f.name: getattr(seen, f.name) for f in fields(Calibration)}
     return Gathered(
-        **known, model=model, data=batches, layers={layer.name: layer for layer in layers}, journal=journal, room=room
+        **known,
+        model=model,
+        data=batches,
+        layers={layer.name: layer for layer in layers},
+        run_store=run_store,
+        room=room,
     )
 
 
@@ -87,4 +99,8 @@ def passes(layers: Sequence[Layer], room: float | None) -> list[list[Layer]]:
 
 def moment_bytes(layer: Layer) -> int:
     """What the moments of a layer's inputs take while they are summed."""
-    return layer.groups * (layer.columns + 1) ** 2 * (4 if memory.lean(layer.groups, layer.columns) else 8)
+    return (
+        layer.groups
+        * (layer.columns + 1) ** 2
+        * (4 if memory.single_copy(layer.groups, layer.columns) else 8)
+    )

@@ -1,11 +1,12 @@
 """Two streams of activations, the dense network's and the pruned one's, side by side from layer to layer.
 
-To prune a layer on what the pruned layers before it give, one must run the network up to that layer again and again, or
-keep what was reached. Where `torch.fx` can trace the network, its steps are run one at a time for all batches, in both
-networks, and only values that a later step still needs are kept: two forward passes in all, and memory for the activations
-between two layers (past `_IN_MEMORY` bytes, or a quarter of what a limit of memory leaves, they go to temporary files). Where
-it cannot, or where a layer runs more than once, every layer costs a pass of both networks, stopped as soon as the layer is
-reached.
+To prune a layer on what the pruned layers before it give, one must run the network up to that layer
+again and again, or keep what was reached. Where `torch.fx` can trace the network, its steps are run
+one at a time for all batches, in both networks, and only values that a later step still needs are
+kept: two forward passes in all, and memory for the activations between two layers (past
+`_IN_MEMORY` bytes, or a quarter of what a limit of memory leaves, they go to temporary files).
+Where it cannot, or where a layer runs more than once, every layer costs a pass of both networks,
+stopped as soon as the layer is reached.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from lobs._system import memory
 from lobs.calibration.batches import told
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import untouched
@@ -42,13 +43,15 @@ def walk(
 ) -> Iterator[tuple[Layer, PairedMoments | None]]:
     """Yield the pruned network's layers in the order they run, each with the moments of its inputs in both networks.
 
-    `layers` are pairs of the same layer in the dense and the pruned network, in the order they run. The caller writes each
-    layer before asking for the next, so later ones see what it gives. Of `known` layers the answer is there already: they come
-    without moments.
+    `layers` are pairs of the same layer in the dense and the pruned network, in the order they run.
+    The caller writes each layer before asking for the next, so later ones see what it gives. Of
+    `known` layers the answer is there already: they come without moments.
     """
     with evaluating(dense), evaluating(pruned):
-        with crew().agree():
-            parts = _traced(dense, pruned, batches, layers) or [_Rerun(dense, pruned, batches, layers)]
+        with process_group().raise_together():
+            parts = _traced(dense, pruned, batches, layers) or [
+                _Rerun(dense, pruned, batches, layers)
+            ]
         for part in parts:
             yield from _within(part, known)
             part.advance()
@@ -57,12 +60,17 @@ def walk(
 def _within(part: _Part, known: Collection[str]) -> Iterator[tuple[Layer, PairedMoments | None]]:
     """Go through the layers of one part, those that are given the same input at once."""
     groups = _sharing_inputs(part)
-    if memory.limit() is not None:  # one run for each costs time, moments of several at once cost memory
+    if (
+        memory.limit() is not None
+    ):  # one run for each costs time, moments of several at once cost memory
         groups = [[pair] for group in groups for pair in group]
     for together in groups:
         wanted = [pair for pair in together if pair[0].name not in known]
         moments = {before.name: PairedMoments(before) for before, _ in wanted}
-        with crew().agree(), track(f"inputs of {together[0][0].name}", None) as advance:
+        with (
+            process_group().raise_together(),
+            track(f"inputs of {together[0][0].name}", None) as advance,
+        ):
             for _ in part.runs(wanted, moments) if wanted else ():
                 advance(1)
         for moment in moments.values():
@@ -76,9 +84,14 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
     seen: dict[str, list[Tensor]] = {}
 
     def note(name: str, x: Tensor) -> None:
-        seen.setdefault(name, []).append(x)  # the tensors themselves: numbers of those that are gone would come again
+        seen.setdefault(name, []).append(
+            x
+        )  # the tensors themselves: numbers of those that are gone would come again
 
-    with crew().agree(), watching(before.on_input(partial(note, before.name)) for before, _ in part.layers):
+    with (
+        process_group().raise_together(),
+        watching(before.on_input(partial(note, before.name)) for before, _ in part.layers),
+    ):
         part.run_dense_once()
     part.calls = {name: len(inputs) for name, inputs in seen.items()}
     pairs = {before.name: (before, after) for before, after in part.layers}
@@ -87,7 +100,9 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
         same = groups and _identical(seen[groups[-1][-1]], seen[name])
         groups[-1].append(name) if same else groups.append([name])
     # A process without data has seen nothing; all must go through the layers in one order.
-    groups, part.calls = next((words for words in crew().hear([groups, part.calls]) if words[0]), ([], {}))
+    groups, part.calls = next(
+        (words for words in process_group().all_gather([groups, part.calls]) if words[0]), ([], {})
+    )
     return [[pairs[name] for name in group] for group in groups]
 
 
@@ -99,7 +114,9 @@ class _Enough(BaseException):  # it is no error, and nobody's `except Exception`
     """Everything wanted of this run has been seen."""
 
 
-def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[], Any]) -> dict[str, list[Tensor]]:
+def _inputs(
+    layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[], Any]
+) -> dict[str, list[Tensor]]:
     """What reaches each layer in one run, which is stopped once all have been called as often as they will be."""
     found: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
@@ -135,10 +152,12 @@ class _Part(ABC):
         for dense, _ in self.both():
             dense()
             return
-        if crew().size == 1:
+        if process_group().size == 1:
             raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
 
-    def runs(self, together: Sequence[tuple[Layer, Layer]], moments: Mapping[str, PairedMoments]) -> Iterator[None]:
+    def runs(
+        self, together: Sequence[tuple[Layer, Layer]], moments: Mapping[str, PairedMoments]
+    ) -> Iterator[None]:
         """Add every batch's inputs of some layers to their moments."""
         for dense, pruned in self.both():
             wanted = _inputs([a for a, _ in together], self.calls, dense)
@@ -147,8 +166,10 @@ class _Part(ABC):
                 times, now = len(wanted[before.name]), len(given[after.name])
                 if times != now:
                     raise CalibrationError(
-                        f"layer '{before.name}' runs {times} times on a batch in the dense network and {now} times once layers "
-                        f"before it are pruned, so their inputs cannot be compared. Use inputs='dense'."
+                        f"layer '{before.name}' runs {times} times on a batch in the dense network "
+                        f"and {now} times once layers "
+                        "before it are pruned, so their inputs cannot be compared. Use "
+                        "inputs='dense'."
                     )
                 for x, x_hat in zip(wanted[before.name], given[after.name], strict=True):
                     moments[before.name].add(before, x, x_hat)
@@ -159,7 +180,11 @@ class _Rerun(_Part):
     """The whole network, run from its start for every layer."""
 
     def __init__(
-        self, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], layers: Sequence[tuple[Layer, Layer]]
+        self,
+        dense: nn.Module,
+        pruned: nn.Module,
+        batches: Iterable[Any],
+        layers: Sequence[tuple[Layer, Layer]],
     ) -> None:
         super().__init__(layers)
         self.models, self.batches = (dense, pruned), batches
@@ -174,11 +199,15 @@ class _Rerun(_Part):
 class _Steps:
     """A traced network pair with the values that every batch has reached, freed after their last use."""
 
-    def __init__(self, dense: nn.Module, pruned: nn.Module, graph: fx.Graph, batches: Iterable[Any]) -> None:
+    def __init__(
+        self, dense: nn.Module, pruned: nn.Module, graph: fx.Graph, batches: Iterable[Any]
+    ) -> None:
         self.nodes = list(graph.nodes)
         self.sides = [fx.Interpreter(fx.GraphModule(m, graph)) for m in (dense, pruned)]
         self.device = next((p.device for p in dense.parameters()), torch.device("cpu"))
-        self.last_use = {source: i for i, node in enumerate(self.nodes) for source in node.all_input_nodes}
+        self.last_use = {
+            source: i for i, node in enumerate(self.nodes) for source in node.all_input_nodes
+        }
         left = memory.room()
         self.allowed = _IN_MEMORY if left is None else min(_IN_MEMORY, left // 4)
         self.held, self.shelf = 0, memory.Shelf()
@@ -194,7 +223,12 @@ class _Steps:
         for _ in self.sides:
             # A copy for each side: a first step that works in place must not reach the other.
             values = {n: given.get(n.target, n.args[0] if n.args else None) for n in holders}
-            sides.append({n: v.to(self.device, copy=True) if isinstance(v, Tensor) else v for n, v in values.items()})
+            sides.append(
+                {
+                    n: v.to(self.device, copy=True) if isinstance(v, Tensor) else v
+                    for n, v in values.items()
+                }
+            )
         if self.held + sum(map(_held, sides)) > self.allowed:
             sides = [{n: _spilled(v, self.shelf) for n, v in values.items()} for values in sides]
         self.held += sum(map(_held, sides))
@@ -203,7 +237,9 @@ class _Steps:
     def value(self, side: int, values: dict[fx.Node, Any], node: fx.Node) -> Any:
         """Run one step on one side of one batch."""
         given = {n: _loaded(values[n]) for n in node.all_input_nodes}
-        before = {n: v._version for n, v in given.items() if isinstance(v, Tensor) and v is not values[n]}
+        before = {
+            n: v._version for n, v in given.items() if isinstance(v, Tensor) and v is not values[n]
+        }
         self.sides[side].env = given
         with told(f"running step '{node.name}' of the network"):
             out = self.sides[side].run_node(node)
@@ -215,7 +251,9 @@ class _Steps:
     def advance(self, stop: int) -> None:
         """Run all steps before number `stop` for all batches on both sides."""
         ahead = range(self.done, stop)
-        steps = [(i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")]
+        steps = [
+            (i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")
+        ]
         fresh, shelf = {n for _, n in steps}, memory.Shelf()
         for batch in self.values:
             for side, values in enumerate(batch):
@@ -243,11 +281,17 @@ class _Step(_Part):
         self.steps.advance(self.number)
         node = self.steps.nodes[self.number]
         for dense, pruned in self.steps.values:
-            yield partial(self.steps.value, 0, dense, node), partial(self.steps.value, 1, pruned, node)
+            yield (
+                partial(self.steps.value, 0, dense, node),
+                partial(self.steps.value, 1, pruned, node),
+            )
 
 
 def _traced(
-    dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], layers: Sequence[tuple[Layer, Layer]]
+    dense: nn.Module,
+    pruned: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[tuple[Layer, Layer]],
 ) -> list[_Part] | None:
     """The network as traced steps that hold layers; None where it cannot be traced or a layer runs more than once."""
     if any(before.tied or before.root for before, _ in layers):
@@ -272,14 +316,19 @@ def _traced(
 def _graph(model: nn.Module) -> fx.Graph | None:
     """A network's steps; None where it cannot be traced, or not without leaving something on it, which its copy lacks."""
     graph = None
-    with untouched(model) as changed, suppress(Exception):  # whatever the user's forward makes of proxies
+    with (
+        untouched(model) as changed,
+        suppress(Exception),
+    ):  # whatever the user's forward makes of proxies
         graph = fx.symbolic_trace(model).graph
     return None if changed else graph
 
 
 def _spilled(value: Any, shelf: memory.Shelf) -> Any:
     """A tensor in a file; what is small, or no tensor, stays."""
-    worth = isinstance(value, Tensor) and value.device.type == "cpu" and _bytes(value) >= _WORTH_A_FILE
+    worth = (
+        isinstance(value, Tensor) and value.device.type == "cpu" and _bytes(value) >= _WORTH_A_FILE
+    )
     return shelf.put(value) if worth else value
 
 

@@ -1,12 +1,14 @@
 """How far can the network's output have moved? The paper's theorem, with its constants corrected, for chains of layers.
 
-Let ε̃ be the root mean square distance between dense and pruned activations over the calibration samples. Through one layer
+Let ε̃ be the root mean square distance between dense and pruned activations over the calibration
+samples. Through one layer
 
     ε̃_k ≤ gain_k · ε̃_{k−1} + √E_k,
 
-then an activation multiplies by its Lipschitz constant (1 for ReLU). With E_k measured on the dense network's inputs the
-gain is that of the pruned weights Ŵ; with E_k measured on the pruned network's inputs, that of the dense W. Frobenius
-norms (the paper's) and spectral norms are both valid; the latter are never larger.
+then an activation multiplies by its Lipschitz constant (1 for ReLU). With E_k measured on the dense
+network's inputs the gain is that of the pruned weights Ŵ; with E_k measured on the pruned network's
+inputs, that of the dense W. Frobenius norms (the paper's) and spectral norms are both valid; the
+latter are never larger.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ class Link:
 class Certificate:
     """An upper bound on the root mean square change of the network's output over the calibration samples.
 
-    `bound` is None where the theorem has not been proved for the network; `reason` then says why. `measured` is the change
-    itself on those samples, None where they could not be run a second time; `held_out` is the change on other inputs, of
-    which the theorem says nothing. `contributions` are the terms of the spectral bound by layer.
+    `bound` is None where the theorem has not been proved for the network; `reason` then says why.
+    `measured` is the change itself on those samples, None where they could not be run a second
+    time; `held_out` is the change on other inputs, of which the theorem says nothing.
+    `contributions` are the terms of the spectral bound by layer.
     """
 
     bound: float | None

@@ -1,10 +1,11 @@
 """Is the network a chain to which the error theorem applies, and what is the gain of every step?
 
-The forward pass is traced with `torch.fx`. Each step must take exactly the one before it; anything else (a residual
-sum, a branch, an operation whose Lipschitz constant is not known here) is refused by name. A patch-wise step, be it a
-convolution or a pooling, is a map on patches after a selection of them, and that selection stretches the Euclidean norm by
-exactly √m, m the largest number of patches that one input element is part of; m is counted, not assumed. A transposed
-convolution's patches hold zeros besides input elements, which add nothing to the norm: the same m serves it.
+The forward pass is traced with `torch.fx`. Each step must take exactly the one before it; anything
+else (a residual sum, a branch, an operation whose Lipschitz constant is not known here) is refused
+by name. A patch-wise step, be it a convolution or a pooling, is a map on patches after a selection
+of them, and that selection stretches the Euclidean norm by exactly √m, m the largest number of
+patches that one input element is part of; m is counted, not assumed. A transposed convolution's
+patches hold zeros besides input elements, which add nothing to the norm: the same m serves it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs.solvers import linalg
-from lobs.layers import Conv1dLayer, Conv2dLayer, Conv3dLayer, ConvolutionLayer, Layer, WindowedLayer, all_layers, as_layer
+from lobs.layers import (
+    Conv1dLayer,
+    Conv2dLayer,
+    Conv3dLayer,
+    ConvolutionLayer,
+    Layer,
+    WindowedLayer,
+    all_layers,
+    as_layer,
+)
 from lobs.layers.hooks import untouched
 from lobs.certificate.bound import Link
 from lobs.calibration.forward import evaluating
@@ -50,7 +60,10 @@ _FRAMES: dict[int, tuple[Callable[..., nn.Module], type[ConvolutionLayer]]] = {
 
 
 def links(
-    model: nn.Module, example: Tensor | None, errors: dict[str, float], dense: dict[str, Tensor] | None = None
+    model: nn.Module,
+    example: Tensor | None,
+    errors: dict[str, float],
+    dense: dict[str, Tensor] | None = None,
 ) -> list[Link]:
     """Describe a network as links of the error bound, or raise `NotAChainError`.
 
@@ -58,17 +71,27 @@ def links(
         model: the pruned network.
         example: one input, to learn shapes from.
         errors: √E by layer, in root mean square over network samples.
-        dense: dense weight matrices by layer, to take gains from where errors were measured on pruned inputs.
+        dense: dense weight matrices by layer, to take gains from where errors were measured on
+            pruned inputs.
     """
     if example is None:
         raise NotAChainError("the network is called with keyword arguments")
     alone = as_layer("", model)
     if alone is not None:  # tracing looks inside a bare layer
-        return [Link("model", *_layer_gains(alone, example.shape, (dense or {}).get("model")), errors.get("model", 0.0))]
+        return [
+            Link(
+                "model",
+                *_layer_gains(alone, example.shape, (dense or {}).get("model")),
+                errors.get("model", 0.0),
+            )
+        ]
     found: list[Link] = []
     layers = {name: layer for layer in all_layers(model) for name in layer.names}
     try:
-        with evaluating(model), untouched(model):  # the mode in which errors were measured, and which a trace bakes in
+        with (
+            evaluating(model),
+            untouched(model),
+        ):  # the mode in which errors were measured, and which a trace bakes in
             for node, shape in _steps(model, example):
                 found.append(_link(model, node, shape, layers, errors, dense or {}))
     except NotAChainError:
@@ -78,7 +101,9 @@ def links(
         raise NotAChainError(f"the forward pass could not be traced: {first_line}") from error
     seen = [link.name for link in found if link.error > 0]
     if len(seen) != len(set(seen)):
-        raise NotAChainError("a pruned layer is called more than once, or shares its weight with another")
+        raise NotAChainError(
+            "a pruned layer is called more than once, or shares its weight with another"
+        )
     missing = [name for name, error in errors.items() if error > 0 and name not in seen]
     if missing:
         raise NotAChainError(f"pruned layer '{missing[0]}' is not a step of the chain")
@@ -98,11 +123,16 @@ def _steps(model: nn.Module, example: Tensor) -> Iterator[tuple[fx.Node, torch.S
     for node in nodes:
         if node.op in ("placeholder", "output"):
             continue
-        sources = [n for n in node.all_input_nodes if isinstance(recorder.shapes.get(n.name), torch.Size)]
+        sources = [
+            n for n in node.all_input_nodes if isinstance(recorder.shapes.get(n.name), torch.Size)
+        ]
         if not sources:  # sizes and constants
             continue
         if sources != [before]:
-            raise NotAChainError(f"step '{node.name}' does not take just the step before it (a branch or residual sum)")
+            raise NotAChainError(
+                f"step '{node.name}' does not take just the step before it (a branch or residual "
+                "sum)"
+            )
         if node.name not in recorder.shapes:  # x.size(0) and the like
             continue
         yield node, recorder.shapes[before.name]
@@ -116,7 +146,9 @@ class _Tracer(fx.Tracer):
     """Takes every layer as one step, also one that torch did not write."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return as_layer(module_qualified_name, m) is not None or super().is_leaf_module(m, module_qualified_name)
+        return as_layer(module_qualified_name, m) is not None or super().is_leaf_module(
+            m, module_qualified_name
+        )
 
 
 class _Shapes(fx.Interpreter):
@@ -150,13 +182,17 @@ def _link(
             return Link(layer.name, spectral, frobenius, errors.get(layer.name, 0.0))
         constant = _module_constant(module, shape)
         if constant is None:
-            raise NotAChainError(f"no Lipschitz constant is known for '{name}' ({type(module).__name__})")
+            raise NotAChainError(
+                f"no Lipschitz constant is known for '{name}' ({type(module).__name__})"
+            )
         return Link(name, constant, constant)
     if node.op in ("call_function", "call_method"):
         constant = _call_constant(node, shape)
         if constant is not None:
             return Link(node.name, constant, constant)
-    what = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.op)
+    what = (
+        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.op)
+    )
     raise NotAChainError(f"no Lipschitz constant is known for '{what}'")
 
 
@@ -191,7 +227,13 @@ def _module_constant(module: nn.Module, shape: torch.Size) -> float | None:
     match module:
         case nn.MaxPool1d() | nn.MaxPool2d() | nn.MaxPool3d():
             n = {nn.MaxPool1d: 1, nn.MaxPool2d: 2, nn.MaxPool3d: 3}[type(module)]
-            settings = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
+            settings = (
+                module.kernel_size,
+                module.stride,
+                module.padding,
+                module.dilation,
+                module.ceil_mode,
+            )
             return _max_pool(n, shape, *settings)
         case nn.AvgPool1d() | nn.AvgPool2d() | nn.AvgPool3d():
             return _averaging(module, shape)
@@ -207,8 +249,14 @@ def _module_constant(module: nn.Module, shape: torch.Size) -> float | None:
             return max(1.0, abs(module.alpha))
         case nn.Sigmoid():
             return 0.25
-        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d() if module.running_var is not None:
-            scale = torch.ones_like(module.running_var) if module.weight is None else module.weight.detach().abs()
+        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d() if (
+            module.running_var is not None
+        ):
+            scale = (
+                torch.ones_like(module.running_var)
+                if module.weight is None
+                else module.weight.detach().abs()
+            )
             return float((scale / (module.running_var + module.eps).sqrt()).max())
         case _ if isinstance(module, _ONE_LIPSCHITZ):
             return 1.0
@@ -220,27 +268,45 @@ def _call_constant(node: fx.Node, shape: torch.Size) -> float | None:
     if any(call is known or call == known for known in _ONE_LIPSCHITZ_CALLS):
         return 1.0
     if call is F.dropout:
-        given: dict[str, Any] = dict(zip(("p", "training"), node.args[1:], strict=False)) | node.kwargs
-        return 1.0 if given.get("training", True) is False else None  # otherwise it is random even in eval mode
-    if call in (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d):
+        given: dict[str, Any] = (
+            dict(zip(("p", "training"), node.args[1:], strict=False)) | node.kwargs
+        )
+        return (
+            1.0 if given.get("training", True) is False else None
+        )  # otherwise it is random even in eval mode
+    if call in (
+        F.avg_pool1d,
+        F.avg_pool2d,
+        F.avg_pool3d,
+        F.adaptive_avg_pool1d,
+        F.adaptive_avg_pool2d,
+        F.adaptive_avg_pool3d,
+    ):
         return _averaging(lambda x: call(x, *node.args[1:], **node.kwargs), shape)
     n = next((n for n, calls in _MAX_POOLS.items() if call in calls), None)
     if n is not None:
         names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
         given = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
         kernel = given["kernel_size"]
-        settings = (given.get("stride") or kernel, given.get("padding", 0), given.get("dilation", 1))
+        settings = (
+            given.get("stride") or kernel,
+            given.get("padding", 0),
+            given.get("dilation", 1),
+        )
         return _max_pool(n, shape, kernel, *settings, bool(given.get("ceil_mode", False)))
     if node.target in (operator.mul, torch.mul) and isinstance(node.args[1], int | float):
         return abs(float(node.args[1]))
     return None
 
 
-def _max_pool(n: int, shape: torch.Size, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> float:
+def _max_pool(
+    n: int, shape: torch.Size, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+) -> float:
     """The maximum of a patch is 1-Lipschitz, so pooling stretches by √m like any selection of patches."""
     convolution, view = _FRAMES[n]
     frame: Any = convolution(1, 1, kernel, stride, padding, dilation)
-    # Rounding up adds windows at the far edges; counting on a larger image can only find as many or more.
+    # Rounding up adds windows at the far edges; counting on a larger image can only find as many or
+    # more.
     extra = [s - 1 if ceil else 0 for s in frame.stride]
     size = [n + more for n, more in zip(shape[-n:], extra, strict=True)]
     return math.sqrt(_overlap(view("pool", frame).windows, torch.Size((1, 1, *size))))

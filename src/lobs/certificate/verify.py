@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lobs.calibration.batch_norm import borrow_statistics
 from lobs.certificate.certify import distances
 from lobs.calibration.layer_problem import layer_problem
-from lobs.calibration.collect import collect
+from lobs.calibration.collect import collect_moments
 from lobs.storage.checkpoint import Checkpoint
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
@@ -25,7 +25,9 @@ from lobs.solvers.masks import broken_groups
 from lobs.calibration.moments import Moments
 from lobs.targets import NByM, for_layer
 
-_TOLERANCE = 1e-3  # relative: moments are sums of float32 products, whose order a machine may choose
+_TOLERANCE = (
+    1e-3  # relative: moments are sums of float32 products, whose order a machine may choose
+)
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,25 @@ class Finding:
     detail: str
 
 
-def verify_masks(saved: Checkpoint, later: nn.Module | Mapping[str, Tensor] | None = None) -> list[Finding]:
+def verify_masks(
+    saved: Checkpoint, later: nn.Module | Mapping[str, Tensor] | None = None
+) -> list[Finding]:
     """Masks hold (in the file, or in a network or state dict trained further since), and counts are those recorded."""
-    state = saved.state_dict if later is None else later.state_dict() if isinstance(later, nn.Module) else later
+    state = (
+        saved.state_dict
+        if later is None
+        else later.state_dict()
+        if isinstance(later, nn.Module)
+        else later
+    )
     findings = [_zeros(name, mask, state) for name, mask in saved.masks.items()]
     for row in _rows(saved):
         own = _parameters(row, saved.masks)
-        removed = sum(int((~mask[slice(*own[name])]).sum()) for name, mask in saved.masks.items() if name in own)
+        removed = sum(
+            int((~mask[slice(*own[name])]).sum())
+            for name, mask in saved.masks.items()
+            if name in own
+        )
         findings.append(
             Finding(
                 f"count {row['name']}",
@@ -60,7 +74,11 @@ def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Findin
     if whole is None:
         return
     # Tensors of another shape than their mask's are found wrong already.
-    fitting = [n for n, mask in saved.masks.items() if mask.dim() > 1 and n in state and state[n].shape == mask.shape]
+    fitting = [
+        n
+        for n, mask in saved.masks.items()
+        if mask.dim() > 1 and n in state and state[n].shape == mask.shape
+    ]
     for row in _rows(saved):
         target = for_layer(whole, row["name"])
         if not isinstance(target, NByM):  # left dense
@@ -68,9 +86,16 @@ def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Findin
         own = _parameters(row, saved.masks)
         for name in (n for n in fitting if n in own):
             weight = state[name].cpu()[slice(*own[name])]
-            # A file does not say which dimension is the input's; transposed convolutions and GPT-2 have it first.
-            broken = min(broken_groups(weight, target), broken_groups(weight.transpose(0, 1), target))
-            detail = f"{broken:,} groups have too many non-zeros" if broken else f"every group keeps its {target}"
+            # A file does not say which dimension is the input's; transposed convolutions and GPT-2
+            # have it first.
+            broken = min(
+                broken_groups(weight, target), broken_groups(weight.transpose(0, 1), target)
+            )
+            detail = (
+                f"{broken:,} groups have too many non-zeros"
+                if broken
+                else f"every group keeps its {target}"
+            )
             yield Finding(f"pattern {row['name']}", not broken, detail)
 
 
@@ -78,7 +103,11 @@ def _recorded_pattern(saved: Checkpoint) -> NByM | None:
     """The n:m pattern that the record asks for, refused where it is nonsense: a file may say anything."""
     settings = saved.record.get("settings")
     target = settings.get("target") if isinstance(settings, dict) else None
-    told = re.fullmatch(r"NByM\(n=(.+), m=(\d+), along='(\w+)'\)", target) if isinstance(target, str) else None
+    told = (
+        re.fullmatch(r"NByM\(n=(.+), m=(\d+), along='(\w+)'\)", target)
+        if isinstance(target, str)
+        else None
+    )
     if told is None:
         return None
     try:
@@ -91,10 +120,14 @@ def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:
     """Whether one tensor's zeros hold; where not, how many came back, how large, and where the first one is."""
     check = f"mask {name}"
     if name not in state:
-        return Finding(check, False, "there is no such tensor; was it renamed, or an adapter never merged?")
+        return Finding(
+            check, False, "there is no such tensor; was it renamed, or an adapter never merged?"
+        )
     tensor = state[name].cpu()
     if tensor.shape != mask.shape:
-        return Finding(check, False, f"its shape is {tuple(tensor.shape)}, the mask's {tuple(mask.shape)}")
+        return Finding(
+            check, False, f"its shape is {tuple(tensor.shape)}, the mask's {tuple(mask.shape)}"
+        )
     back = ~mask & (tensor != 0)
     zeros, revived = int((~mask).sum()), int(back.sum())
     if not revived:
@@ -104,18 +137,22 @@ def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:
     return Finding(
         check,
         False,
-        f"{revived:,} removed weights are not zero ({revived / zeros:.1%} of {zeros:,}); the largest is {largest:.3g}, the "
+        f"{revived:,} removed weights are not zero ({revived / zeros:.1%} of {zeros:,}); the "
+        f"largest is {largest:.3g}, the "
         f"first at {first}. lobs.apply_masks zeroes them, lobs.hold keeps them zero in training",
     )
 
 
-def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> list[Finding]:
+def verify_errors(
+    saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]
+) -> list[Finding]:
     """Recompute every layer's error from data and compare it with the record.
 
-    With asymmetric inputs an error is the distance between a layer's outputs in the two networks. Otherwise errors were
-    measured on the inputs that the dense or the pruned network gives its layers; the latter are those of the finished network
-    too, because a layer's inputs depend only on layers before it. Not so where a weight is used more than once, and then
-    layers are pruned again one by one, as they were the first time, with the weights of the record.
+    With asymmetric inputs an error is the distance between a layer's outputs in the two networks.
+    Otherwise errors were measured on the inputs that the dense or the pruned network gives its
+    layers; the latter are those of the finished network too, because a layer's inputs depend only
+    on layers before it. Not so where a weight is used more than once, and then layers are pruned
+    again one by one, as they were the first time, with the weights of the record.
     """
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
@@ -123,16 +160,23 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
     before = {layer.name: layer for layer in find_layers(dense, recorded)}
     after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     if inputs == "asymmetric":
-        apart = distances(dense, pruned, batches, [(before[name], after[name]) for name in recorded])
-        return [_compare(name, recorded[name], e / max(1, n), z / max(1, n)) for name, (e, z, n) in apart.layers.items()]
+        apart = distances(
+            dense, pruned, batches, [(before[name], after[name]) for name in recorded]
+        )
+        return [
+            _compare(name, recorded[name], e / max(1, n), z / max(1, n))
+            for name, (e, z, n) in apart.layers.items()
+        ]
     on_pruned = inputs == "pruned"
     watched = dense
     if on_pruned:
         watched = copy.deepcopy(pruned)
-        borrow_statistics(watched, dense)  # errors were measured before batch norms were re-estimated
+        borrow_statistics(
+            watched, dense
+        )  # errors were measured before batch norms were re-estimated
     layers = find_layers(watched, recorded)
     with _counting(watched, layers) as calls:
-        calibration: Mapping[str, Moments] = collect(watched, batches, layers)
+        calibration: Mapping[str, Moments] = collect_moments(watched, batches, layers)
     if on_pruned and any(calls[name] > calls[""] for name in recorded):
         calibration = _again(dense, pruned, batches, [*calibration])
     findings = []
@@ -140,11 +184,15 @@ def verify_errors(saved: Checkpoint, dense: nn.Module, pruned: nn.Module, batche
         problem = layer_problem(before[name], before[name].matrix(), calibration[name])
         weight = after[name].matrix()
         hidden = problem.hidden_error_of(weight) if problem.units is not None else 0.0
-        findings.append(_compare(name, promised, problem.own_error_of(weight), problem.energy, hidden))
+        findings.append(
+            _compare(name, promised, problem.own_error_of(weight), problem.energy, hidden)
+        )
     return findings
 
 
-def _compare(name: str, promised: float, error: float, energy: float, hidden: float = 0.0) -> Finding:
+def _compare(
+    name: str, promised: float, error: float, energy: float, hidden: float = 0.0
+) -> Finding:
     close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * energy + hidden
     return Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}")
 
@@ -167,19 +215,23 @@ def _counting(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Counter[str
             handle.remove()
 
 
-def _again(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], order: Sequence[str]) -> dict[str, Moments]:
+def _again(
+    dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], order: Sequence[str]
+) -> dict[str, Moments]:
     """What each layer saw when it was pruned: the layers before it as they are now, it and those after it dense."""
     work = copy.deepcopy(dense)
     after = {layer.name: layer for layer in find_layers(pruned, order)}
     layers = {layer.name: layer for layer in find_layers(work, order)}
     seen: dict[str, Moments] = {}
     for name in order:
-        seen[name] = collect(work, batches, [layers[name]])[name]
+        seen[name] = collect_moments(work, batches, [layers[name]])[name]
         layers[name].write(after[name].matrix())
     return seen
 
 
-def _parameters(row: dict[str, Any], masks: Mapping[str, Any]) -> dict[str, tuple[int | None, int | None]]:
+def _parameters(
+    row: dict[str, Any], masks: Mapping[str, Any]
+) -> dict[str, tuple[int | None, int | None]]:
     """Which rows of which parameters are a layer's; files from before layers could share one do not say."""
     told = row.get("parameters")
     if not told:
@@ -187,7 +239,8 @@ def _parameters(row: dict[str, Any], masks: Mapping[str, Any]) -> dict[str, tupl
         # A network that is one bare layer has parameters without a prefix.
         return dict.fromkeys(own if own & masks.keys() else ("weight", "bias"), (None, None))
     if not isinstance(told, dict) or not all(
-        isinstance(s, list) and len(s) == 2 and all(isinstance(i, int) for i in s) for s in told.values()
+        isinstance(s, list) and len(s) == 2 and all(isinstance(i, int) for i in s)
+        for s in told.values()
     ):
         raise FileError("the file's record of layers is damaged.")
     return {name: (start, stop) for name, (start, stop) in told.items()}
@@ -196,9 +249,15 @@ def _parameters(row: dict[str, Any], masks: Mapping[str, Any]) -> dict[str, tupl
 def _rows(saved: Checkpoint) -> list[dict[str, Any]]:
     """The record's layer table, refused where it is not one: a file may say anything."""
     rows = saved.record.get("layers", [])
-    whole = isinstance(rows, list) and all(isinstance(row, dict) and isinstance(row.get("name"), str) for row in rows)
+    whole = isinstance(rows, list) and all(
+        isinstance(row, dict) and isinstance(row.get("name"), str) for row in rows
+    )
     if whole:
-        whole = all(isinstance(row.get(key), int | float) for row in rows for key in ("kept", "total", "error"))
+        whole = all(
+            isinstance(row.get(key), int | float)
+            for row in rows
+            for key in ("kept", "total", "error")
+        )
     if not whole:
         raise FileError("the file's record of layers is damaged.")
     return list(rows)

@@ -45,7 +45,7 @@ app.command(name="inspect")(inspect_.inspect)
 app.command()(prune.prune)
 app.command()(shrink.shrink)
 app.command()(retrain.retrain)
-app.command()(retrain.iterate)
+app.command()(retrain.prune_in_stages)
 app.command()(sweep.sweep)
 app.command()(verify.verify)
 app.command(name="report")(report_.report)
@@ -57,9 +57,12 @@ app.command()(reproduce.reproduce)
 
 @app.callback(invoke_without_command=True)
 def _version(
-    version: bool = typer.Option(False, "--version", is_eager=True, help="Print the version and exit."),
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, help="Print the version and exit."
+    ),
     data_folder: Annotated[
-        Path | None, typer.Option("--data", help="Folder of data sets and weights; LOBS_DATA by default.")
+        Path | None,
+        typer.Option("--data", help="Folder of data sets and weights; LOBS_DATA by default."),
     ] = None,
 ) -> None:
     if data_folder is not None:
@@ -69,8 +72,8 @@ def _version(
         raise typer.Exit
 
 
-# What typer raises for a command line that is wrong: click's class, of which typer exports a child only, and which
-# newer typers keep inside themselves.
+# What typer raises for a command line that is wrong: click's class, of which typer exports a child
+# only, and which newer typers keep inside themselves.
 UsageError: Any = typer.BadParameter.__base__
 
 
@@ -78,7 +81,9 @@ def main() -> None:
     """Run the command; any error is one line and exit code 1, or 2 if it was typed wrong; LOBS_DEBUG=1 shows the traceback."""
     if "--json" in sys.argv:  # whatever the user's own code prints must not mix with the document
         common.output, sys.stdout = sys.stdout, sys.stderr
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # what torch prints of a lost connection would bury our line
+    if (
+        os.environ.get("WORLD_SIZE", "1") != "1"
+    ):  # what torch prints of a lost connection would bury our line
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         code = app(standalone_mode=False)  # else typer would draw boxes around its errors
@@ -98,7 +103,11 @@ def main() -> None:
         if os.environ.get("LOBS_DEBUG"):
             raise
         ours = isinstance(error, LobsError)
-        text = str(error) if ours else f"{type(error).__name__}: {' '.join(str(error).split())} (LOBS_DEBUG=1 shows where)"
+        text = (
+            str(error)
+            if ours
+            else f"{type(error).__name__}: {' '.join(str(error).split())} (LOBS_DEBUG=1 shows where)"
+        )
         _fail(text)
         sys.exit(1)
 

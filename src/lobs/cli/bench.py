@@ -12,9 +12,15 @@ from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, print_json
 
 def bench(
     network: SubjectArgument,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Samples at a time, repeatable; else 1 and 64.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Time to measure each layer, about.")] = 0.5,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads for torch and our kernels.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Samples at a time, repeatable; else 1 and 64.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, help="Time to measure each layer, about.")
+    ] = 0.5,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads for torch and our kernels.")
+    ] = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -34,12 +40,17 @@ def bench(
     try:
         subject = open_subject(network, 1, trust=trust)
         first = subject.first()
-        results = [accelerate(subject.model, take(first, n), seconds=seconds, progress=not json) for n in batch or [1, 64]]
+        results = [
+            accelerate(subject.model, take(first, n), seconds=seconds, progress=not json)
+            for n in batch or [1, 64]
+        ]
         used = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
     if json:
-        print_json({"network": network, "threads": used, "batches": [_document(done) for done in results]})
+        print_json(
+            {"network": network, "threads": used, "batches": [_document(done) for done in results]}
+        )
         return
     for done in results:
         say(f"{subject.title}, batch {done.batch}, {used} threads\n{done.summary()}\n")

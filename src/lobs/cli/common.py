@@ -21,15 +21,23 @@ SubjectArgument = Annotated[
     str,
     typer.Argument(
         help="What to work on: a zoo name (lenet300, lenet5, cifarnet, cifarnet-wide, alexnet, vgg16, resnet50, resnet50-v1), "
-        "a checkpoint written by lobs, or package.module:function returning (model, batches) or (model, batches, evaluate).",
+        "a checkpoint written by lobs, or package.module:function returning (model, batches) or "
+        "(model, batches, evaluate).",
         metavar="NETWORK",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")]
-SamplesOption = Annotated[int | None, typer.Option(min=1, help="Calibration samples to use; all if not given.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on standard output, nothing else.")
+]
+SamplesOption = Annotated[
+    int | None, typer.Option(min=1, help="Calibration samples to use; all if not given.")
+]
 TrustOption = Annotated[
     bool,
-    typer.Option("--trust", help="Run the package.module:function that a checkpoint file names as its network."),
+    typer.Option(
+        "--trust",
+        help="Run the package.module:function that a checkpoint file names as its network.",
+    ),
 ]
 SolverOption = Annotated[
     str,
@@ -38,8 +46,12 @@ SolverOption = Annotated[
         "obd-fisher, apozw or random."
     ),
 ]
-LayersOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to prune; repeat for more.")]
-SkipOption = Annotated[list[str] | None, typer.Option(help="Layer name or glob to leave alone; repeat for more.")]
+LayersOption = Annotated[
+    list[str] | None, typer.Option(help="Layer name or glob to prune; repeat for more.")
+]
+SkipOption = Annotated[
+    list[str] | None, typer.Option(help="Layer name or glob to leave alone; repeat for more.")
+]
 
 
 output: TextIO | None = None  # where JSON goes when standard output is kept for it
@@ -51,7 +63,9 @@ def print_json(document: Any) -> None:
     stream.write(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = "") -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, note: str = ""
+) -> None:
     """Draw a table: the first column left, the others right."""
     from rich.console import Console
     from rich.table import Table
@@ -78,10 +92,14 @@ def notes() -> Iterator[None]:
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         text = str(message)
-        kind = re.sub(r"= \d[\d.e+-]*", "=", text)  # the damping of a later pass over the same layer
+        kind = re.sub(
+            r"= \d[\d.e+-]*", "=", text
+        )  # the damping of a later pass over the same layer
         if kind not in seen:
             seen.add(kind)
-            sys.stderr.write(f"{'note' if issubclass(category, NumericalWarning) else 'warning'}: {text}\n")
+            sys.stderr.write(
+                f"{'note' if issubclass(category, NumericalWarning) else 'warning'}: {text}\n"
+            )
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", NumericalWarning)
@@ -97,12 +115,15 @@ def parse_fractions(text: str, option: str) -> float | dict[str, float]:
         pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
         names = [name.strip() for name, _ in pairs]
         named_once(names, option)
-        return {name: _fraction(value, option) for name, (_, value) in zip(names, pairs, strict=True)}
+        return {
+            name: _fraction(value, option) for name, (_, value) in zip(names, pairs, strict=True)
+        }
     except TargetError:
         raise
     except ValueError:
         raise TargetError(
-            f"{option} {text!r} is not a number, a percentage, or name=number pairs. Examples: 0.07, 7%, fc1=0.067,fc*=0.2."
+            f"{option} {text!r} is not a number, a percentage, or name=number pairs. Examples: "
+            "0.07, 7%, fc1=0.067,fc*=0.2."
         ) from None
 
 
@@ -132,34 +153,50 @@ def makeable(path: Path) -> Path:
     """Refuse an output folder that could not be made or written to, before any work is done and without making it."""
     nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
-        raise FileError(f"cannot make the folder '{path}': '{nearest}' is a file; choose another name.")
+        raise FileError(
+            f"cannot make the folder '{path}': '{nearest}' is a file; choose another name."
+        )
     if not os.access(nearest, os.W_OK):
-        raise FileError(f"cannot make the folder '{path}': '{nearest}' is read-only; choose another.")
+        raise FileError(
+            f"cannot make the folder '{path}': '{nearest}' is read-only; choose another."
+        )
     return path
 
 
 def writable(path: Path | None) -> Path | None:
     """Refuse an output path whose folder does not exist before any work is done."""
     if path is not None and not path.parent.is_dir():
-        raise FileError(f"cannot write '{path}': there is no folder '{path.parent}'; make it first.")
+        raise FileError(
+            f"cannot write '{path}': there is no folder '{path.parent}'; make it first."
+        )
     if path is not None and path.is_dir():
         raise FileError(f"cannot write '{path}': it is a folder; name a file in it.")
     if path is not None and not os.access(path.parent, os.W_OK):
-        raise FileError(f"cannot write '{path}': the folder '{path.parent}' is read-only; choose another.")
+        raise FileError(
+            f"cannot write '{path}': the folder '{path.parent}' is read-only; choose another."
+        )
     return path
 
 
 def unclaimed(out: Path | None, default: Path) -> Path:
     """Where to write: over anything that `--out` names; without it over nothing, for nobody has named what would be lost."""
     if out is None and default.exists():
-        raise FileError(f"'{default}' is there already: write over it with --out {default}, or give --out another name.")
+        raise FileError(
+            f"'{default}' is there already: write over it with --out {default}, or give --out "
+            "another name."
+        )
     return out or default
 
 
 def distinct(path: Path | None, option: str, *others: Path | None) -> None:
     """Refuse to write over what is read or written by the same command."""
-    if path is not None and any(other is not None and path.resolve() == other.resolve() for other in others):
-        raise FileError(f"{option} '{path}' would overwrite what this command reads or writes there; give it another name.")
+    if path is not None and any(
+        other is not None and path.resolve() == other.resolve() for other in others
+    ):
+        raise FileError(
+            f"{option} '{path}' would overwrite what this command reads or writes there; give it "
+            "another name."
+        )
 
 
 def file_of(network: str) -> Path | None:
@@ -185,7 +222,9 @@ def require_one(**options: Any) -> None:
     given = [name for name, value in spelled.items() if value is not None]
     if len(given) != 1:
         names = ", ".join(spelled)
-        raise LobsError(f"give exactly one of {names}" + (f", not {' and '.join(given)}." if given else "."))
+        raise LobsError(
+            f"give exactly one of {names}" + (f", not {' and '.join(given)}." if given else ".")
+        )
 
 
 def _finite(value: Any) -> Any:

@@ -23,7 +23,9 @@ def data(
     from lobs.errors import DataError
 
     if name != "cifar10":
-        raise DataError(f"'{name}' cannot be downloaded by lobs: only cifar10 can. MNIST is in the package.")
+        raise DataError(
+            f"'{name}' cannot be downloaded by lobs: only cifar10 can. MNIST is in the package."
+        )
     where = cifar10.download(folder)
     if json:
         print_json({"data": name, "path": str(where)})

@@ -14,15 +14,22 @@ from lobs.storage.atomic import make_folder
 
 if TYPE_CHECKING:
     from lobs.report import Run
-    from lobs.pruning.result import Pruning
+    from lobs.pruning.result import PruningResult
 
 # 7.0 % of all weights; the small last layers keep more, as in the paper.
 KEPT = {"fc1": 0.051, "fc2": 0.20, "fc3": 0.65}
-METHODS = {"lobs": "L-OBS as published", "magnitude": "magnitude", "exact": "exact", "auto": "the defaults"}
+METHODS = {
+    "lobs": "L-OBS as published",
+    "magnitude": "magnitude",
+    "greedy": "exact",
+    "auto": "the defaults",
+}
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report and the pruned network.")] = Path("lobs-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the report and the pruned network.")] = Path(
+        "lobs-demo"
+    ),
     samples: Annotated[int, typer.Option(min=1, help="Training images to calibrate on.")] = 60_000,
     json: JsonOption = False,
 ) -> None:
@@ -40,12 +47,13 @@ def demo(
     before = subject.score(subject.model)
     by_layer = Sparsity({name: 1 - kept for name, kept in KEPT.items()})
     runs: list[Run] = []
-    pruned: list[Pruning] = []
+    pruned: list[PruningResult] = []
     with notes():
         for solver, label in METHODS.items():
             if not json:
                 say(f"pruning {subject.title} by {label} …")
-            # Ours shares the same number of weights out by itself, and mends each layer on what the pruned ones before it give.
+            # Ours shares the same number of weights out by itself, and mends each layer on what the
+            # pruned ones before it give.
             ours = solver == "auto"
             result = prune(
                 subject.model,
@@ -61,12 +69,30 @@ def demo(
             runs.append(Run(label, result, before, after, dense=subject.model, example=example))
     best = runs[-1]
     report = write_report(
-        target_folder / "report.html", runs[::-1], title="LeNet-300-100 at 7 % of its weights", command=command_line()
+        target_folder / "report.html",
+        runs[::-1],
+        title="LeNet-300-100 at 7 % of its weights",
+        command=command_line(),
     )
-    facts = {"before": before, "after": best.error_after, "metric": best.metric, "command": command_line()}
-    network = pruned[-1].save(target_folder / "lenet300-7pct.safetensors", **subject.provenance(), **facts)
+    facts = {
+        "before": before,
+        "after": best.error_after,
+        "metric": best.metric,
+        "command": command_line(),
+    }
+    network = pruned[-1].save(
+        target_folder / "lenet300-7pct.safetensors", **subject.provenance(), **facts
+    )
     if json:
-        rows = [{"method": r.label, "error_before": before, "error_after": r.error_after, **r.pruning.record()} for r in runs]
+        rows = [
+            {
+                "method": r.label,
+                "error_before": before,
+                "error_after": r.error_after,
+                **r.pruning.record(),
+            }
+            for r in runs
+        ]
         print_json({"runs": rows, "report": str(report), "network": str(network)})
         return
     _table(runs, before)
@@ -97,8 +123,20 @@ def _table(runs: list[Run], before: float | None) -> None:
         ]
         for run in runs
     ]
-    columns = ["method", "kept", "test error (%)", "layer error ΣE", "output bound", "measured", "held out", "seconds"]
+    columns = [
+        "method",
+        "kept",
+        "test error (%)",
+        "layer error ΣE",
+        "output bound",
+        "measured",
+        "held out",
+        "seconds",
+    ]
     kept = ", ".join(f"{name} {100 * share:g} %" for name, share in KEPT.items())
     print_table(
-        "LeNet-300-100 on MNIST, no retraining", columns, rows, note=f"kept by layer: {kept}; the defaults by one budget"
+        "LeNet-300-100 on MNIST, no retraining",
+        columns,
+        rows,
+        note=f"kept by layer: {kept}; the defaults by one budget",
     )

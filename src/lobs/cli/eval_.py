@@ -5,7 +5,9 @@ from __future__ import annotations
 from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, print_json, say
 
 
-def evaluate(network: SubjectArgument, trust: TrustOption = False, json: JsonOption = False) -> None:
+def evaluate(
+    network: SubjectArgument, trust: TrustOption = False, json: JsonOption = False
+) -> None:
     """Evaluate a network: test error for the zoo's, the user's own function for others.
 
     Example: `lobs eval lobs-demo/lenet300-7pct.safetensors`
@@ -16,10 +18,23 @@ def evaluate(network: SubjectArgument, trust: TrustOption = False, json: JsonOpt
     subject = open_subject(network, trust=trust)
     score = subject.score(subject.model)
     if score is None:
-        raise LobsError(f"'{network}' returns no evaluate function: return (model, batches, evaluate).")
+        raise LobsError(
+            f"'{network}' returns no evaluate function: return (model, batches, evaluate)."
+        )
     weights = sum(p.numel() for p in subject.model.parameters())
     nonzero = sum(int((p != 0).sum()) for p in subject.model.parameters())
     if json:
-        print_json({"network": network, "metric": subject.metric, "value": score, "parameters": weights, "nonzero": nonzero})
+        print_json(
+            {
+                "network": network,
+                "metric": subject.metric,
+                "value": score,
+                "parameters": weights,
+                "nonzero": nonzero,
+            }
+        )
         return
-    say(f"{subject.title}: {subject.metric} {score:.4g}; {nonzero:,} of {weights:,} parameters are not zero")
+    say(
+        f"{subject.title}: {subject.metric} {score:.4g}; {nonzero:,} of {weights:,} parameters are "
+        "not zero"
+    )

@@ -30,21 +30,32 @@ FORMATS = {"compact": ".compact.safetensors", "onnx": ".onnx", "torch": ".pt2"}
 def export(
     network: SubjectArgument,
     form: Annotated[
-        str, typer.Option("--format", help="compact: small safetensors; onnx; torch: a torch.export program.")
+        str,
+        typer.Option(
+            "--format", help="compact: small safetensors; onnx; torch: a torch.export program."
+        ),
     ] = "compact",
-    out: Annotated[Path | None, typer.Option(help="The file to write; beside you if not given.")] = None,
-    values: Annotated[str, typer.Option(help="Kept values in compact files: same, float16, or int8 per channel.")] = "same",
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; beside you if not given.")
+    ] = None,
+    values: Annotated[
+        str, typer.Option(help="Kept values in compact files: same, float16, or int8 per channel.")
+    ] = "same",
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Write a compact file (every byte accounted for), ONNX (checked in onnxruntime) or a torch.export program.
 
-    Examples: `lobs export small.safetensors --out small.compact.safetensors`; `lobs export small.safetensors --format onnx`
+    Examples: `lobs export small.safetensors --out small.compact.safetensors`; `lobs export
+    small.safetensors --format onnx`
     """
     if form not in FORMATS:
         raise LobsError(f"--format {form} is unknown. There are: {', '.join(FORMATS)}.")
     if form != "compact" and values != "same":
-        raise LobsError(f"--values {values} goes with --format compact; {form} files hold the values as they are.")
+        raise LobsError(
+            f"--values {values} goes with --format compact; {form} files hold the values as they "
+            "are."
+        )
     target = unclaimed(out, Path(Path(network.replace(":", "-")).stem + FORMATS[form]))
     distinct(writable(target), "--out", file_of(network))
     if form == "compact":
@@ -63,7 +74,7 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
 
     saved = _checkpoint(network, trust)
     record = {
-        key: value for key, value in saved.record.items() if key != "outlook"
+        key: value for key, value in saved.record.items() if key != "preview"
     }  # the report's curves can outweigh a network
     done = save_compact(target, saved.state_dict, saved.masks, record, values=cast(Values, values))
     others = dense_sizes(saved.state_dict)
@@ -72,7 +83,18 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
         sizes = {"file_bytes": done.file_bytes, "header_bytes": done.header_bytes, "others": others}
         print_json({"network": network, "out": str(target), "tensors": documents, **sizes})
         return
-    columns = ["tensor", "shape", "kept", "code", "values", "positions B", "values B", "stored B", "dense B", "moved by"]
+    columns = [
+        "tensor",
+        "shape",
+        "kept",
+        "code",
+        "values",
+        "positions B",
+        "values B",
+        "stored B",
+        "dense B",
+        "moved by",
+    ]
     rows = [
         [
             t.name,
@@ -91,7 +113,10 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
     print_table(f"{target}: every byte", columns, rows)
     say(f"header and record {done.header_bytes:,} bytes; file {done.file_bytes:,} bytes")
     for name, size in others.items():
-        say(f"{name + ' file with zeros':<24} {size:>12,} bytes; this file is {done.file_bytes / size:.1%} of it")
+        say(
+            f"{name + ' file with zeros':<24} {size:>12,} bytes; this file is "
+            f"{done.file_bytes / size:.1%} of it"
+        )
 
 
 def _checkpoint(network: str, trust: bool) -> Checkpoint:
@@ -114,7 +139,11 @@ def _program(network: str, target: Path, form: str, trust: bool, json: bool) -> 
     facts: dict[str, Any]
     if form == "onnx":
         done = export_onnx(target, subject.model, example)
-        facts = {"opset": done.opset, "inputs": list(done.inputs), "largest_difference": done.largest_difference}
+        facts = {
+            "opset": done.opset,
+            "inputs": list(done.inputs),
+            "largest_difference": done.largest_difference,
+        }
         words = f"ONNX opset {done.opset}; onnxruntime differs from torch by {done.largest_difference:.1e} at most"
     else:
         export_program(subject.model, example, target)

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from lobs.cli.common import JsonOption, SamplesOption, SubjectArgument, TrustOption, notes, print_json, print_table, say
+from lobs.cli.common import (
+    JsonOption,
+    SamplesOption,
+    SubjectArgument,
+    TrustOption,
+    notes,
+    print_json,
+    print_table,
+    say,
+)
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def inspect(
-    network: SubjectArgument, samples: SamplesOption = 5_000, trust: TrustOption = False, json: JsonOption = False
+    network: SubjectArgument,
+    samples: SamplesOption = 5_000,
+    trust: TrustOption = False,
+    json: JsonOption = False,
 ) -> None:
     """List the prunable layers with sizes and the quantiles of their weights' sensitivities.
 
-    A sensitivity is the layer error E that deleting one weight would cost, the rest of its row re-optimised. Layers that
-    cannot be pruned are named with the reason, and weights of no known kind with their size. Example:
-    `lobs inspect lenet5 --samples 1000`
+    A sensitivity is the layer error E that deleting one weight would cost, the rest of its row
+    re-optimised. Layers that cannot be pruned are named with the reason, and weights of no known
+    kind with their size. Example: `lobs inspect lenet5 --samples 1000`
     """
-    from lobs.calibration.collect import collect
+    from lobs.calibration.collect import collect_moments
     from lobs.cli.subject import open_subject
     from lobs.layers import find_layers, refused_layers, uncovered_weights
 
@@ -26,14 +38,29 @@ def inspect(
     refused, uncovered = refused_layers(subject.model), uncovered_weights(subject.model)
     found = find_layers(subject.model, skip=[*refused])
     with notes():
-        calibration = collect(subject.model, subject.batches, found, progress=not json)
+        calibration = collect_moments(subject.model, subject.batches, found, progress=not json)
         rows = [_row(layer, calibration[layer.name]) for layer in found]
     if json:
         print_json(
-            {"network": network, "samples": calibration.samples, "layers": rows, "refused": refused, "not_covered": uncovered}
+            {
+                "network": network,
+                "samples": calibration.samples,
+                "layers": rows,
+                "refused": refused,
+                "not_covered": uncovered,
+            }
         )
         return
-    columns = ["layer", "type", "shape", "weights", "zero", "inputs seen", "damping", *(f"q{q:.0%}" for q in QUANTILES)]
+    columns = [
+        "layer",
+        "type",
+        "shape",
+        "weights",
+        "zero",
+        "inputs seen",
+        "damping",
+        *(f"q{q:.0%}" for q in QUANTILES),
+    ]
     table = [
         [
             row["name"],
@@ -47,7 +74,9 @@ def inspect(
         ]
         for row in rows
     ]
-    print_table(f"{subject.title}: sensitivity of weights (layer error E of deleting one)", columns, table)
+    print_table(
+        f"{subject.title}: sensitivity of weights (layer error E of deleting one)", columns, table
+    )
     for name, reason in refused.items():
         say(f"refused: layer '{name}': {reason}")
     for name, size in uncovered.items():

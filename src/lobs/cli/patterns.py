@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from lobs.targets import Target
 
 PatternOption = Annotated[
-    str | None, typer.Option(help="Keep n of every m weights: 2:4, 4:8, or fc1=2:4,fc*=1:4 with one m for all.")
+    str | None,
+    typer.Option(
+        help="Keep n of every m weights: 2:4, 4:8, or fc1=2:4,fc*=1:4 with one m for all."
+    ),
 ]
 AlongOption = Annotated[
     str | None,
@@ -21,9 +24,15 @@ AlongOption = Annotated[
         help="With --pattern, what m consecutive ones are: columns as they lie (default), or channels of a convolution."
     ),
 ]
-BlockOption = Annotated[str | None, typer.Option(help="With --keep or --sparsity: remove whole blocks, such as 1x4 or 4x4.")]
+BlockOption = Annotated[
+    str | None,
+    typer.Option(help="With --keep or --sparsity: remove whole blocks, such as 1x4 or 4x4."),
+]
 StructuredOption = Annotated[
-    str | None, typer.Option(help="With --keep or --sparsity: remove whole units, or whole inputs (input channels).")
+    str | None,
+    typer.Option(
+        help="With --keep or --sparsity: remove whole units, or whole inputs (input channels)."
+    ),
 ]
 
 
@@ -50,8 +59,14 @@ def pattern_target(
     if pattern is not None:
         return _n_by_m(pattern, along)
     if keep is None and sparsity is None:
-        raise TargetError(f"--{'structured' if block is None else 'block'} goes with --keep or --sparsity.")
-    fraction = complement(parse_fractions(keep, "--keep")) if keep else parse_fractions(sparsity or "", "--sparsity")
+        raise TargetError(
+            f"--{'structured' if block is None else 'block'} goes with --keep or --sparsity."
+        )
+    fraction = (
+        complement(parse_fractions(keep, "--keep"))
+        if keep
+        else parse_fractions(sparsity or "", "--sparsity")
+    )
     if block is not None:
         return Block(fraction, _sides(block))
     return Structured(fraction, structured)  # type: ignore[arg-type]  # checked there, with the choices in its message
@@ -67,10 +82,13 @@ def _n_by_m(text: str, along: str | None) -> Target:
         (m,) = {m for _, m in parsed.values()}
     except ValueError:
         raise TargetError(
-            f"--pattern {text!r} is not n:m, or name=n:m pairs with one m. Examples: 2:4, fc1=2:4,fc*=1:4."
+            f"--pattern {text!r} is not n:m, or name=n:m pairs with one m. Examples: 2:4, "
+            "fc1=2:4,fc*=1:4."
         ) from None
     kept = {name: n for name, (n, _) in parsed.items()}
-    chosen: Any = {} if along is None else {"along": along}  # checked there, with the choices in its message
+    chosen: Any = (
+        {} if along is None else {"along": along}
+    )  # checked there, with the choices in its message
     return NByM(kept[""] if set(kept) == {""} else kept, m, **chosen)
 
 

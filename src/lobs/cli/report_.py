@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import JsonOption, TrustOption, command_line, distinct, print_json, say, unclaimed, writable
+from lobs.cli.common import (
+    JsonOption,
+    TrustOption,
+    command_line,
+    distinct,
+    print_json,
+    say,
+    unclaimed,
+    writable,
+)
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -16,14 +25,24 @@ if TYPE_CHECKING:
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(help="Networks saved by `lobs prune --out`; the first is the main one.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Networks saved by `lobs prune --out`; the first is the main one."),
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the page; report.html, if there is none, by default.")
+        Path | None,
+        typer.Option(help="Where to write the page; report.html, if there is none, by default."),
     ] = None,
-    label: Annotated[list[str] | None, typer.Option(help="What to call each file, in order; file names if not given.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(help="What to call each file, in order; file names if not given."),
+    ] = None,
     title: Annotated[str | None, typer.Option(help="The page's heading.")] = None,
     pictures: Annotated[
-        bool, typer.Option(help="Open the dense network and its data for pictures of pixels and filters.")
+        bool,
+        typer.Option(
+            help="Open the dense network and its data for pictures of pixels and filters."
+        ),
     ] = True,
     trust: TrustOption = False,
     json: JsonOption = False,
@@ -39,17 +58,25 @@ def report(
     target = unclaimed(out, Path("report.html"))
     distinct(writable(target), "--out", *files)
     if label and len(label) != len(files):
-        raise LobsError(f"--label was given {len(label)} times for {len(files)} files: give one for each, or none.")
+        raise LobsError(
+            f"--label was given {len(label)} times for {len(files)} files: give one for each, or "
+            "none."
+        )
     from lobs.report import read_run, write_report
 
     names = label or _names(files)
     runs = [read_run(path, name) for path, name in zip(files, names, strict=True)]
     if pictures:
         runs = [_pictured(run, path, trust) for run, path in zip(runs, files, strict=True)]
-    heading = title or (" against ".join(names) if len(names) <= 3 else f"{len(names)} results side by side")
+    heading = title or (
+        " against ".join(names) if len(names) <= 3 else f"{len(names)} results side by side"
+    )
     written = write_report(target, runs, title=heading, command=command_line())
     if json:
-        rows = [{"label": r.label, "kept_fraction": r.pruning.kept_fraction, "note": r.note} for r in runs]
+        rows = [
+            {"label": r.label, "kept_fraction": r.pruning.kept_fraction, "note": r.note}
+            for r in runs
+        ]
         print_json({"report": str(written), "runs": rows})
         return
     for run in runs:

@@ -16,13 +16,27 @@ HOME = "experiments.dong2017"
 
 
 def reproduce(
-    what: Annotated[list[str] | None, typer.Argument(help="table1, table2, first-layer, …; all if not given.")] = None,
-    rows: Annotated[str | None, typer.Option(help="Only rows whose name contains one of these, comma-separated.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small version of everything, in under ten minutes.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Run rows anew that have a result already.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for results and pictures; the experiment's own by default.")] = None,
+    what: Annotated[
+        list[str] | None, typer.Argument(help="table1, table2, first-layer, …; all if not given.")
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(help="Only rows whose name contains one of these, comma-separated."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small version of everything, in under ten minutes.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Run rows anew that have a result already.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results and pictures; the experiment's own by default."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    list_only: Annotated[bool, typer.Option("--list", help="Say what there is, and run nothing.")] = False,
+    list_only: Annotated[
+        bool, typer.Option("--list", help="Say what there is, and run nothing.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Reproduce the tables and figures of Dong, Chen and Pan (2017), from the folder that holds `experiments/`.
@@ -33,11 +47,21 @@ def reproduce(
     paper = _experiments()
     if list_only:
         listing = paper.listing()
-        print_json(listing) if json else say("\n".join(f"{name}: {', '.join(found)}" for name, found in listing.items()))
+        print_json(listing) if json else say(
+            "\n".join(f"{name}: {', '.join(found)}" for name, found in listing.items())
+        )
         return
     chosen = [part.strip() for part in rows.split(",")] if rows else None
     with notes():
-        done = paper.run(what or None, chosen, quick=quick, again=again, out=out, seed=seed, say=_quiet if json else say)
+        done = paper.run(
+            what or None,
+            chosen,
+            quick=quick,
+            again=again,
+            out=out,
+            seed=seed,
+            say=_quiet if json else say,
+        )
     if json:
         print_json(done)
         return
@@ -52,7 +76,8 @@ def _experiments() -> Any:
         if not HOME.startswith(str(error.name)):
             raise
         raise LobsError(
-            "the experiments are not part of the installed package: run `lobs reproduce` in a checkout of the source, "
+            "the experiments are not part of the installed package: run `lobs reproduce` in a "
+            "checkout of the source, "
             "in the folder that holds experiments/."
         ) from None
     finally:

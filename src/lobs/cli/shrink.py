@@ -8,12 +8,24 @@ from typing import Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, distinct, file_of, optional, print_json, say, writable
+from lobs.cli.common import (
+    JsonOption,
+    SubjectArgument,
+    TrustOption,
+    distinct,
+    file_of,
+    optional,
+    print_json,
+    say,
+    writable,
+)
 
 
 def shrink(
     network: SubjectArgument,
-    out: Annotated[Path | None, typer.Option(help="Where to save the smaller network (safetensors).")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to save the smaller network (safetensors).")
+    ] = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -37,13 +49,31 @@ def shrink(
     smaller, report = run(subject.model, example[:1])
     before, after = subject.score(subject.model), subject.score(smaller)
     if out is not None:
-        record = {"network": subject.network, "shrunk": True, "shrinkage": asdict(report), "before": before, "after": after}
+        record = {
+            "network": subject.network,
+            "shrunk": True,
+            "shrinkage": asdict(report),
+            "before": before,
+            "after": after,
+        }
         checkpoint.save(out, smaller, record=record)
     if json:
         written = {} if out is None else {"network": str(out)}
-        print_json({"metric": subject.metric, "before": before, "after": after, "shrinkage": asdict(report), **written})
+        print_json(
+            {
+                "metric": subject.metric,
+                "before": before,
+                "after": after,
+                "shrinkage": asdict(report),
+                **written,
+            }
+        )
         return
     say(str(report))
     if before is not None:
         say(f"{subject.metric}: {optional(before)} → {optional(after)}")
-    say(f"network: {out}" if out is not None else "not saved: give --out FILE to keep the smaller network")
+    say(
+        f"network: {out}"
+        if out is not None
+        else "not saved: give --out FILE to keep the smaller network"
+    )

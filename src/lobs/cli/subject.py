@@ -25,8 +25,8 @@ from lobs.zoo.training import error_rate
 class Subject:
     """A network and all that the commands need around it.
 
-    `origin` is what finds the dense network again: a zoo name, a checkpoint's path or package.module:function.
-    `network` is what builds it: a zoo name or package.module:function.
+    `origin` is what finds the dense network again: a zoo name, a checkpoint's path or
+    package.module:function. `network` is what builds it: a zoo name or package.module:function.
     """
 
     origin: str
@@ -47,7 +47,9 @@ class Subject:
         try:
             return float(value)
         except (TypeError, ValueError):
-            raise LobsError(f"{self.title}: evaluate returned {value!r}; it must return a number.") from None
+            raise LobsError(
+                f"{self.title}: evaluate returned {value!r}; it must return a number."
+            ) from None
 
     def first(self) -> Any:
         """The first batch."""
@@ -68,7 +70,8 @@ class Subject:
 def open_subject(spec: str, samples: int | None = None, *, trust: bool = False) -> Subject:
     """Resolve a zoo name, a checkpoint file, or package.module:function, in this order.
 
-    A file may name a function as its network; that runs code the user did not type, so it takes `trust`.
+    A file may name a function as its network; that runs code the user did not type, so it takes
+    `trust`.
     """
     if spec in zoo.ZOO:
         return _from_zoo(spec, samples)
@@ -78,14 +81,18 @@ def open_subject(spec: str, samples: int | None = None, *, trust: bool = False) 
         return _from_function(spec, samples)
     if spec and Path(spec).is_dir():
         raise FileError(f"'{spec}' is a folder: name a safetensors file in it.")
-    raise FileError(f"'{spec}' is neither a zoo network ({', '.join(zoo.ZOO)}), nor a file, nor package.module:function.")
+    raise FileError(
+        f"'{spec}' is neither a zoo network ({', '.join(zoo.ZOO)}), nor a file, nor "
+        "package.module:function."
+    )
 
 
 def require_file(path: Path) -> None:
     """Refuse the name of a network where a command takes what was saved of one."""
     if not path.exists() and (str(path) in zoo.ZOO or ":" in path.name):
         raise FileError(
-            f"'{path}' names a network, and this takes a file: `lobs prune {path} --keep 10% --out small.safetensors` "
+            f"'{path}' names a network, and this takes a file: `lobs prune {path} --keep 10% --out "
+            "small.safetensors` "
             f"writes one."
         )
 
@@ -93,7 +100,9 @@ def require_file(path: Path) -> None:
 def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = "") -> None:
     """Refuse to run code that a file names, and not the user, unless told to; `otherwise` is another way out."""
     if network not in zoo.ZOO and not trust:
-        raise FileError(f"'{path}' names '{network}' as its network. Add --trust to run that code{otherwise}.")
+        raise FileError(
+            f"'{path}' names '{network}' as its network. Add --trust to run that code{otherwise}."
+        )
 
 
 def _from_zoo(name: str, samples: int | None, model: nn.Module | None = None) -> Subject:
@@ -120,25 +129,42 @@ def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
     network = saved.record.get("network")
     if not isinstance(network, str):
         raise FileError(
-            f"'{path}' does not say which network it holds; only files written by lobs train and lobs prune do. For your own "
+            f"'{path}' does not say which network it holds; only files written by lobs train and "
+            "lobs prune do. For your own "
             f"network write a function and name it as package.module:function."
         )
     require_trust(path, network, trust)
     in_zoo = network in zoo.ZOO
-    base = _from_zoo(network, samples, zoo.fresh(network)) if in_zoo else _from_function(network, samples)
+    base = (
+        _from_zoo(network, samples, zoo.fresh(network))
+        if in_zoo
+        else _from_function(network, samples)
+    )
     try:
         load = fit_to if saved.record.get("shrunk") else nn.Module.load_state_dict
         load(base.model, saved.state_dict)
     except RuntimeError as error:
-        raise FileError(f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}") from error
+        raise FileError(
+            f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}"
+        ) from error
     return Subject(
-        path, network, base.title, base.model.eval(), base.batches, base.evaluate, base.metric, base.held_out, samples
+        path,
+        network,
+        base.title,
+        base.model.eval(),
+        base.batches,
+        base.evaluate,
+        base.metric,
+        base.held_out,
+        samples,
     )
 
 
 def _from_function(spec: str, samples: int | None) -> Subject:
     module_name, _, function_name = spec.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, so that a file beside the user is found
+    sys.path.insert(
+        0, str(Path.cwd())
+    )  # as `python -m` does, so that a file beside the user is found
     try:
         module = importlib.import_module(module_name)
         if not hasattr(module, function_name):
@@ -148,12 +174,23 @@ def _from_function(spec: str, samples: int | None) -> Subject:
         raise
     except Exception as error:  # the user's code may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name in _with_parents(module_name):
-            raise LobsError(f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it.") from error
-        raise LobsError(f"'{spec}' raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+            raise LobsError(
+                f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it."
+            ) from error
+        raise LobsError(
+            f"'{spec}' raised {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
     finally:
         sys.path.pop(0)
-    if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[0], nn.Module):
-        raise LobsError(f"'{spec}' must return (model, batches) or (model, batches, evaluate), not {type(answer).__name__}.")
+    if (
+        not isinstance(answer, tuple)
+        or len(answer) not in (2, 3)
+        or not isinstance(answer[0], nn.Module)
+    ):
+        raise LobsError(
+            f"'{spec}' must return (model, batches) or (model, batches, evaluate), not "
+            f"{type(answer).__name__}."
+        )
     model, batches, *rest = answer
     return Subject(
         origin=spec,

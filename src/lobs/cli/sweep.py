@@ -32,21 +32,30 @@ if TYPE_CHECKING:
 
 def sweep(
     network: SubjectArgument,
-    by: Annotated[str, typer.Option(help="ratio (fraction removed) or epsilon (relative layer error).")] = "ratio",
-    start: Annotated[float | None, typer.Option(help="First value; 0.5 by ratio, 0.01 by epsilon.")] = None,
-    stop: Annotated[float | None, typer.Option(help="Last value; 0.99 by ratio, 0.6 by epsilon.")] = None,
+    by: Annotated[
+        str, typer.Option(help="ratio (fraction removed) or epsilon (relative layer error).")
+    ] = "ratio",
+    start: Annotated[
+        float | None, typer.Option(help="First value; 0.5 by ratio, 0.01 by epsilon.")
+    ] = None,
+    stop: Annotated[
+        float | None, typer.Option(help="Last value; 0.99 by ratio, 0.6 by epsilon.")
+    ] = None,
     points: Annotated[int, typer.Option(min=2, max=1000, help="How many values.")] = 15,
     solver: SolverOption = "exact",
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for sweep.csv and sweep.png; lobs-sweep by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for sweep.csv and sweep.png; lobs-sweep by default.")
+    ] = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Prune further and further, evaluate each time, and mark the pruning inflection point.
 
-    Values are spaced closer towards the far end of a ratio, where things happen. Example: `lobs sweep lenet300 --layers fc1`
+    Values are spaced closer towards the far end of a ratio, where things happen. Example: `lobs
+    sweep lenet300 --layers fc1`
     """
     from lobs.errors import LobsError, TargetError
 
@@ -55,7 +64,10 @@ def sweep(
     if by not in ("ratio", "epsilon"):
         raise TargetError(f"--by {by}: use ratio or epsilon.")
     if not 0 <= first < last or (by == "ratio" and last > 1):
-        raise TargetError(f"--start {first:g} --stop {last:g}: start must come before stop, and a ratio ends at 1.")
+        raise TargetError(
+            f"--start {first:g} --stop {last:g}: start must come before stop, and a ratio ends at "
+            "1."
+        )
     folder = makeable(unclaimed(out, Path("lobs-sweep")))
 
     from lobs.cli.subject import open_subject
@@ -64,7 +76,9 @@ def sweep(
 
     subject = open_subject(network, samples, trust=trust)
     if subject.evaluate is None:
-        raise LobsError(f"'{network}' returns no evaluate function: return (model, batches, evaluate).")
+        raise LobsError(
+            f"'{network}' returns no evaluate function: return (model, batches, evaluate)."
+        )
     values = spaced(by, first, last, points)
     with notes():
         found = run(
@@ -82,11 +96,20 @@ def sweep(
     dense = subject.score(subject.model)
     target = make_folder(folder)
     written = [str(_write_csv(target / "sweep.csv", found, knee))]
-    picture = _write_png(target / "sweep.png", found, knee, dense, f"{subject.title}, {solver}", subject.metric)
+    picture = _write_png(
+        target / "sweep.png", found, knee, dense, f"{subject.title}, {solver}", subject.metric
+    )
     written += [str(picture)] if picture else []
     if json:
         mark = None if knee is None else asdict(knee)
-        print_json({"dense": dense, "points": [asdict(p) for p in found], "inflection": mark, "files": written})
+        print_json(
+            {
+                "dense": dense,
+                "points": [asdict(p) for p in found],
+                "inflection": mark,
+                "files": written,
+            }
+        )
         return
     rows = [
         [
@@ -122,12 +145,19 @@ def _write_csv(path: Path, points: list[SweepPoint], knee: SweepPoint | None) ->
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["asked", "kept_fraction", "relative_error", "score", "inflection"])
-        writer.writerows([p.asked, p.kept_fraction, p.relative_error, p.score, int(p is knee)] for p in points)
+        writer.writerows(
+            [p.asked, p.kept_fraction, p.relative_error, p.score, int(p is knee)] for p in points
+        )
     return path
 
 
 def _write_png(
-    path: Path, points: list[SweepPoint], knee: SweepPoint | None, dense: float | None, title: str, metric: str
+    path: Path,
+    points: list[SweepPoint],
+    knee: SweepPoint | None,
+    dense: float | None,
+    title: str,
+    metric: str,
 ) -> Path | None:
     try:
         import matplotlib as mpl
@@ -142,13 +172,24 @@ def _write_png(
     left.plot(removed, [p.score for p in points], "o-", color="#0072B2", markersize=4)
     if dense is not None:
         left.axhline(dense, color="0.6", linewidth=1, linestyle=":")
-        left.annotate("dense", (removed[0], dense), xytext=(0, 4), textcoords="offset points", fontsize=9, color="0.4")
+        left.annotate(
+            "dense",
+            (removed[0], dense),
+            xytext=(0, 4),
+            textcoords="offset points",
+            fontsize=9,
+            color="0.4",
+        )
     left.set(xlabel="weights removed (%)", ylabel=metric)
     figure.suptitle(title)
-    right.semilogy(removed, [max(p.relative_error, 1e-12) for p in points], "o-", color="#D55E00", markersize=4)
+    right.semilogy(
+        removed, [max(p.relative_error, 1e-12) for p in points], "o-", color="#D55E00", markersize=4
+    )
     right.set(xlabel="weights removed (%)", ylabel="mean relative layer error")
     right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # 0.05 reads better than 5 × 10⁻²
+    right.yaxis.set_major_formatter(
+        lambda value, _: f"{value:g}"
+    )  # 0.05 reads better than 5 × 10⁻²
     right.yaxis.set_minor_formatter(ticker.NullFormatter())
     for axes, value in ((left, "score"), (right, "relative_error")):
         axes.grid(alpha=0.25)

@@ -17,17 +17,25 @@ if TYPE_CHECKING:
 
 
 def verify(
-    file: Annotated[Path, typer.Argument(help="A network saved by `lobs prune --out` or `Pruning.save`.")],
+    file: Annotated[
+        Path, typer.Argument(help="A network saved by `lobs prune --out` or `PruningResult.save`.")
+    ],
     weights: Annotated[
-        Path | None, typer.Option(help="Weights that came out of this file (safetensors): which zeros did they lose?")
+        Path | None,
+        typer.Option(
+            help="Weights that came out of this file (safetensors): which zeros did they lose?"
+        ),
     ] = None,
-    recompute: Annotated[bool, typer.Option(help="Also recompute every layer's error from the data.")] = True,
+    recompute: Annotated[
+        bool, typer.Option(help="Also recompute every layer's error from the data.")
+    ] = True,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
     """Check that masks hold, counts are right, and the recorded errors are what the data says; exit code 1 if not.
 
-    Examples: `lobs verify lobs-demo/lenet300-7pct.safetensors`; `lobs verify pruned.safetensors --weights tuned.safetensors`
+    Examples: `lobs verify lobs-demo/lenet300-7pct.safetensors`; `lobs verify pruned.safetensors
+    --weights tuned.safetensors`
     """
     from lobs.storage import checkpoint
     from lobs.cli.subject import require_file
@@ -39,16 +47,21 @@ def verify(
     saved = checkpoint.load(file)
     if saved.record.get("shrunk"):
         raise FileError(
-            f"'{file}' was shrunk: what was removed is gone, and no zeros are left to check. Verify what it was made of."
+            f"'{file}' was shrunk: what was removed is gone, and no zeros are left to check. "
+            "Verify what it was made of."
         )
     if not saved.masks:
         raise FileError(
-            f"'{file}' holds no masks, so that there are no zeros to check. Give what `lobs prune --out` or Pruning.save wrote."
+            f"'{file}' holds no masks, so that there are no zeros to check. Give what `lobs prune "
+            "--out` or PruningResult.save wrote."
         )
     findings = verify_masks(saved)
     skipped = ""
     if weights is not None:
-        findings, skipped = verify_masks(saved, checkpoint.load(weights).state_dict), "only zeros and counts were checked"
+        findings, skipped = (
+            verify_masks(saved, checkpoint.load(weights).state_dict),
+            "only zeros and counts were checked",
+        )
     elif recompute and (since := changed_since(saved.record)):
         skipped = f"errors not recomputed: {since} since they were recorded"
     elif recompute and "stages" in saved.record:
@@ -60,11 +73,24 @@ def verify(
         skipped = "errors not recomputed: the file does not say where the dense network comes from"
     good = all(f.holds for f in findings)
     if json:
-        print_json({"file": str(file), "holds": good, "findings": [asdict(f) for f in findings], "skipped": skipped})
+        print_json(
+            {
+                "file": str(file),
+                "holds": good,
+                "findings": [asdict(f) for f in findings],
+                "skipped": skipped,
+            }
+        )
     else:
         for finding in findings:
             say(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.check}: {finding.detail}")
-        say(skipped if skipped and good else "everything holds" if good else "something does not hold")
+        say(
+            skipped
+            if skipped and good
+            else "everything holds"
+            if good
+            else "something does not hold"
+        )
     if not good:
         raise typer.Exit(1)
 
@@ -81,5 +107,9 @@ def _recompute(file: Path, saved: Checkpoint, trust: bool) -> list[Finding]:
     pruned = open_subject(str(file), trust=trust)
     expected = saved.record.get("origin_weights")
     same = expected is None or expected == weights_hash(dense.model)
-    source = Finding("dense network", same, f"{saved.record['origin']} {'is' if same else 'is not'} the one that was pruned")
+    source = Finding(
+        "dense network",
+        same,
+        f"{saved.record['origin']} {'is' if same else 'is not'} the one that was pruned",
+    )
     return [source, *verify_errors(saved, dense.model, pruned.model, dense.batches)]

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from lobs.layers.attention import AttentionLayer
 from lobs.layers.base import Layer
-from lobs.layers.convolution import Conv1dLayer, Conv2dLayer, Conv3dLayer, ConvolutionLayer, WindowedLayer
-from lobs.layers.discovery import all_layers, as_layer, find_layers, refused_layers, uncovered_weights
-from lobs.layers.linear import FlippedLinearLayer, LinearLayer
+from lobs.layers.convolution import (
+    Conv1dLayer,
+    Conv2dLayer,
+    Conv3dLayer,
+    ConvolutionLayer,
+    WindowedLayer,
+)
+from lobs.layers.discovery import (
+    all_layers,
+    as_layer,
+    find_layers,
+    refused_layers,
+    uncovered_weights,
+)
 from lobs.layers.hooks import Handle, watching
+from lobs.layers.linear import FlippedLinearLayer, LinearLayer
 from lobs.layers.transposed import (
     ConvTranspose1dLayer,
     ConvTranspose2dLayer,

@@ -1,7 +1,8 @@
 """`nn.MultiheadAttention` as four layers: its query, key, value and output projections.
 
-Each is a linear map with inputs of its own (in cross-attention even a different number of them), so each is a layer of its own,
-whether the three input projections are packed into one parameter, of which they are rows, or not.
+Each is a linear map with inputs of its own (in cross-attention even a different number of them), so
+each is a layer of its own, whether the three input projections are packed into one parameter, of
+which they are rows, or not.
 """
 
 from __future__ import annotations

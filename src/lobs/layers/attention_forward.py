@@ -1,7 +1,8 @@
 """What `nn.MultiheadAttention` computes, step by step, so that each projection's input and output can be seen.
 
-The module itself calls one function that contains all its projections. While anything observes it, `ObservedAttention`
-stands in the instance's `forward`; it follows torch's rules for masks, hints and options, and goes when the last observer goes.
+The module itself calls one function that contains all its projections. While anything observes it,
+`ObservedAttention` stands in the instance's `forward`; it follows torch's rules for masks, hints
+and options, and goes when the last run_log goes.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ class ObservedAttention:
             raise RuntimeError("is_causal is only a hint about attn_mask, and there is none.")
         batched = query.dim() == 3
         q, k, v = (
-            self._batch_first(self._project(role, x), batched) for role, x in zip("qkv", (query, key, value), strict=True)
+            self._batch_first(self._project(role, x), batched)
+            for role, x in zip("qkv", (query, key, value), strict=True)
         )
         # Torch trusts the hint only where it spares the mask altogether.
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
         k, v, mask = self._extend(k, v, mask)
-        heads, weights = self._attend(self._split(q), self._split(k), self._split(v), mask, need_weights, causal)
+        heads, weights = self._attend(
+            self._split(q), self._split(k), self._split(v), mask, need_weights, causal
+        )
         joined = heads.transpose(1, 2).flatten(2)
         out = self._project("out", self._back(joined, batched))
         if weights is None:
@@ -104,18 +108,27 @@ class ObservedAttention:
         if attention is not None:
             total = _additive(attention, q.dtype)
             each_head = total.dim() == 3
-            total = total.reshape(len(q), self.module.num_heads, *total.shape[1:]) if each_head else total[None, None]
+            total = (
+                total.reshape(len(q), self.module.num_heads, *total.shape[1:])
+                if each_head
+                else total[None, None]
+            )
         if padding is not None:
             more = _additive(padding, q.dtype).reshape(len(q), 1, 1, -1)
             total = more if total is None else total + more
         return total
 
-    def _extend(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _extend(
+        self, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Sources that every target may attend to besides those given: a learned one, and zero."""
         m = self.module
         extra = 0
         if m.bias_k is not None and m.bias_v is not None:
-            k, v = (torch.cat([x, b.expand(len(x), 1, -1)], dim=1) for x, b in ((k, m.bias_k), (v, m.bias_v)))
+            k, v = (
+                torch.cat([x, b.expand(len(x), 1, -1)], dim=1)
+                for x, b in ((k, m.bias_k), (v, m.bias_v))
+            )
             extra += 1
         if m.add_zero_attn:
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))

@@ -1,10 +1,11 @@
 """Layer: some weights of a module seen as a matrix problem, and back.
 
-Every prunable weight is brought to one form: a matrix of shape (groups, rows, columns [+ 1 for the bias]) acting on
-input vectors ("patches") of shape (groups, n, columns). The column order is the same on both sides.
+Every prunable weight is brought to one form: a matrix of shape (groups, rows, columns [+ 1 for the
+bias]) acting on input vectors ("patches") of shape (groups, n, columns). The column order is the
+same on both sides.
 
-How often a weight is used for one input of the network follows from calibration, which counts patches:
-`calibration[name].count / calibration.samples * layer.uses_per_patch`.
+How often a weight is used for one input of the network follows from calibration, which counts
+patches: `calibration[name].count / calibration.samples * layer.uses_per_patch`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from lobs.errors import CalibrationError
 from lobs.layers.hooks import Handle, Undo
 
-# Patches are formed in pieces this large, so that memory does not grow with the batch or the image, and so that each
-# float32 product sums few enough terms to keep six digits; pieces are then added in float64.
+# Patches are formed in pieces this large, so that memory does not grow with the batch or the image,
+# and so that each float32 product sums few enough terms to keep six digits; pieces are then added
+# in float64.
 PIECE_ELEMENTS = 2**21
 PIECE_ROWS = 2**13
 
@@ -53,7 +55,8 @@ class Part:
         whole = self.parameter(module)
         if whole is None:
             return None
-        # What is computed on the spot, as parametrised weights are, has no identity but its owner's.
+        # What is computed on the spot, as parametrised weights are, has no identity but its
+        # owner's.
         owner = id(whole) if isinstance(whole, nn.Parameter) else (id(module), self.key)
         return owner, self.start, self.stop
 
@@ -62,8 +65,9 @@ class Part:
 class Layer(ABC):
     """One prunable matrix of weights, its name in the network, and the module that uses it.
 
-    Where several modules share the weight, `tied` holds the views of the others: inputs of all of them count, and the one
-    mask and solution serve them all. A bias takes part only if they share that too; otherwise biases stay as they are.
+    Where several modules share the weight, `tied` holds the views of the others: inputs of all of
+    them count, and the one mask and solution serve them all. A bias takes part only if they share
+    that too; otherwise biases stay as they are.
     """
 
     name: str
@@ -137,7 +141,8 @@ class Layer(ABC):
         x = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
         if not isinstance(x, Tensor):
             raise CalibrationError(
-                f"layer '{self.name}' was called with {type(x).__name__}, not with a tensor. Skip the layer."
+                f"layer '{self.name}' was called with {type(x).__name__}, not with a tensor. Skip "
+                "the layer."
             )
         return x
 
@@ -190,7 +195,8 @@ class Layer(ABC):
     def masks(self, mask: Tensor) -> dict[str, Tensor]:
         """A matrix mask as masks of whole parameters, under their names in the state dict.
 
-        Rows that are another layer's are True: masks of one name from several layers combine by `&`.
+        Rows that are another layer's are True: masks of one name from several layers combine by
+        `&`.
         """
         out = self._mask(self.weight_part, self.folded(mask[..., : self.columns]))
         if self.bias is not None and not bool(mask[..., self.columns].all()):
@@ -223,7 +229,9 @@ class Layer(ABC):
             view.check_input(x)
             callback(x)
 
-        return Handle.of(*(partial(view._tap_input, partial(checked, view)) for view in (self, *self.tied)))
+        return Handle.of(
+            *(partial(view._tap_input, partial(checked, view)) for view in (self, *self.tied))
+        )
 
     def on_output(self, callback: OnOutput) -> Handle:
         """Call back with every output, bias added; a tensor that comes back takes its place."""

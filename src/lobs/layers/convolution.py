@@ -29,10 +29,15 @@ class WindowedLayer(Layer):
     def check_input(self, x: Tensor) -> None:
         """A batch or a single image with the right channels."""
         n, channels = self.dimensions, self.module.in_channels
-        if x.dim() not in (n + 1, n + 2) or x.shape[-n - 1] != channels or not x.is_floating_point():
+        if (
+            x.dim() not in (n + 1, n + 2)
+            or x.shape[-n - 1] != channels
+            or not x.is_floating_point()
+        ):
             raise CalibrationError(
                 f"layer '{self.name}' takes floating-point inputs of {channels} channels and {n} "
-                f"dimension{'s' if n > 1 else ''}, but was given {x.dtype} of shape {tuple(x.shape)}. In a tuple the input "
+                f"dimension{'s' if n > 1 else ''}, but was given {x.dtype} of shape "
+                f"{tuple(x.shape)}. In a tuple the input "
                 f"comes first."
             )
 
@@ -45,7 +50,15 @@ class WindowedLayer(Layer):
     def form(self) -> Hashable:
         """Everything that decides what a patch is."""
         conv = self.module
-        return type(self), conv.stride, conv.padding, conv.output_padding, conv.dilation, conv.groups, conv.padding_mode
+        return (
+            type(self),
+            conv.stride,
+            conv.padding,
+            conv.output_padding,
+            conv.dilation,
+            conv.groups,
+            conv.padding_mode,
+        )
 
     def patches(self, x: Tensor) -> Iterator[Tensor]:
         """Copy windows out piece by piece: some images at a time, or some lines of one image where it is large."""
@@ -65,13 +78,17 @@ class WindowedLayer(Layer):
 
     def vectors(self, x: Tensor) -> int:
         """As many as there are windows, counted without making them."""
-        shape = torch.empty_like(x if x.dim() == self.dimensions + 2 else x.unsqueeze(0), device="meta")
+        shape = torch.empty_like(
+            x if x.dim() == self.dimensions + 2 else x.unsqueeze(0), device="meta"
+        )
         windows = self.windows(shape)
         return windows.shape[0] * windows.shape[2 : 2 + self.dimensions].numel()
 
     def by_unit(self, z: Tensor) -> Tensor:
         """Output units are the channels."""
-        return z.flatten(-self.dimensions).sum(dim=-1).reshape(-1, self.groups, self.rows).sum(dim=0)
+        return (
+            z.flatten(-self.dimensions).sum(dim=-1).reshape(-1, self.groups, self.rows).sum(dim=0)
+        )
 
 
 class ConvolutionLayer(WindowedLayer):
@@ -116,7 +133,9 @@ class Conv3dLayer(ConvolutionLayer):
     dimensions = 3
 
 
-def slide(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]) -> Tensor:
+def slide(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
     """Windows of the trailing dimensions as a view (…, output position…, kernel position…)."""
     first = x.dim() - len(kernel)
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=first):

@@ -43,7 +43,9 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
 def all_layers(model: nn.Module) -> list[Layer]:
     """Every layer that `lobs` knows, prunable or not, in the order of the module tree; those that share a weight as one."""
     found: dict[Hashable, Layer] = {}
-    inside_attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    inside_attention = {
+        id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)
+    }
     for name, module in model.named_modules():
         views: Sequence[Layer] = []
         if isinstance(module, nn.MultiheadAttention):
@@ -57,21 +59,31 @@ def all_layers(model: nn.Module) -> list[Layer]:
     return list(found.values())
 
 
-def find_layers(model: nn.Module, layers: str | Iterable[str] | None = None, skip: str | Iterable[str] = ()) -> list[Layer]:
+def find_layers(
+    model: nn.Module, layers: str | Iterable[str] | None = None, skip: str | Iterable[str] = ()
+) -> list[Layer]:
     """Prunable layers in the order of the module tree, chosen by name or glob; an empty choice is an error.
 
-    Modules that share a weight are one layer, with the name of the first; it is chosen by any of their names.
+    Modules that share a weight are one layer, with the name of the first; it is chosen by any of
+    their names.
     """
     found = all_layers(model)
     names = [name for layer in found for name in layer.names]
     wanted, unwanted = _matching(names, layers, "layers"), _matching(names, skip, "skip") or set()
-    chosen = [x for x in found if (wanted is None or wanted & {*x.names}) and not unwanted & {*x.names}]
+    chosen = [
+        x for x in found if (wanted is None or wanted & {*x.names}) and not unwanted & {*x.names}
+    ]
     if not chosen:
-        raise UnsupportedLayerError(f"there is no layer to prune: lobs prunes {KINDS}, less what `skip` names.")
+        raise UnsupportedLayerError(
+            f"there is no layer to prune: lobs prunes {KINDS}, less what `skip` names."
+        )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):  # even of a layer that is left alone: running the network makes it
+        if isinstance(
+            parameter, UninitializedParameter
+        ):  # even of a layer that is left alone: running the network makes it
             raise UnsupportedLayerError(
-                f"layer '{name.rpartition('.')[0]}': its {name.rpartition('.')[2]} has no shape yet; run one batch first."
+                f"layer '{name.rpartition('.')[0]}': its {name.rpartition('.')[2]} has no shape "
+                "yet; run one batch first."
             )
     for name, reason in _refused(model, chosen).items():
         raise UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
@@ -86,21 +98,30 @@ def refused_layers(model: nn.Module) -> dict[str, str]:
 def uncovered_weights(model: nn.Module) -> dict[str, int]:
     """Sizes by name of weights that belong to no layer `lobs` knows: embeddings, recurrent layers and the like."""
     known = {id(layer.weight_part.parameter(layer.module)) for layer in all_layers(model)}
-    rest = [(n, p) for n, p in model.named_parameters() if id(p) not in known and not isinstance(p, UninitializedParameter)]
+    rest = [
+        (n, p)
+        for n, p in model.named_parameters()
+        if id(p) not in known and not isinstance(p, UninitializedParameter)
+    ]
     return {name: p.numel() for name, p in rest if p.dim() > 1}
 
 
-def _matching(names: Sequence[str], patterns: str | Iterable[str] | None, what: str) -> set[str] | None:
+def _matching(
+    names: Sequence[str], patterns: str | Iterable[str] | None, what: str
+) -> set[str] | None:
     if patterns is None:
         return None
     matched: set[str] = set()
     if not isinstance(patterns, str | Iterable):
-        raise UnsupportedLayerError(f"{what} is {patterns!r}: give names or globs, such as '{patterns}'.")
+        raise UnsupportedLayerError(
+            f"{what} is {patterns!r}: give names or globs, such as '{patterns}'."
+        )
     for pattern in map(str, [patterns] if isinstance(patterns, str) else patterns):
         hits = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
         if not hits:
             raise UnsupportedLayerError(
-                f"{what} names '{pattern}', which matches no prunable layer. There are: {', '.join(names)}."
+                f"{what} names '{pattern}', which matches no prunable layer. There are: "
+                f"{', '.join(names)}."
             )
         matched |= hits
     return matched
@@ -111,7 +132,9 @@ def _refused(model: nn.Module, layers: Iterable[Layer]) -> dict[str, str]:
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             if not isinstance(parameter, UninitializedParameter):
-                owners.setdefault(_memory(parameter), []).append((f"{name}.{key}" if name else key, id(parameter)))
+                owners.setdefault(_memory(parameter), []).append(
+                    (f"{name}.{key}" if name else key, id(parameter))
+                )
     reasons = {layer.name: _unsupported(layer) or _shared(layer, owners) for layer in layers}
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -124,15 +147,22 @@ def _memory(tensor: Tensor) -> int:
 def _shared(layer: Layer, owners: dict[int, list[tuple[str, int]]]) -> str:
     """Who else uses a layer's parameters; empty if nobody but the layers tied to it, through the very same parameter."""
     views = (layer, *layer.tied)
-    for what, parts in (("weight", [v.weight_part for v in views]), ("bias", [v.bias_part for v in views])):
+    for what, parts in (
+        ("weight", [v.weight_part for v in views]),
+        ("bias", [v.bias_part for v in views]),
+    ):
         parameter = parts[0].parameter(layer.module)
         if parameter is None or (what == "bias" and layer.bias is None):
             continue
-        ours = {(f"{view.prefix}{part.key}", id(parameter)) for view, part in zip(views, parts, strict=True)}
+        ours = {
+            (f"{view.prefix}{part.key}", id(parameter))
+            for view, part in zip(views, parts, strict=True)
+        }
         users = owners[_memory(parameter)]
         if not {*users} <= ours:
             return (
-                f"its {what} is shared by {', '.join(name for name, _ in users)}; pruning it for one would change the others. "
+                f"its {what} is shared by {', '.join(name for name, _ in users)}; pruning it for "
+                "one would change the others. "
                 f"Untie them"
             )
     return ""
@@ -149,13 +179,14 @@ def _unsupported(layer: Layer) -> str:
         if isinstance(weight, UninitializedParameter):
             return "its weight has no shape yet; run one batch first"
         if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | NoneType):
-            return (
-                "its weight or bias is not a parameter (torch.nn.utils.prune, perhaps); make it permanent first (prune.remove)"
-            )
+            return "its weight or bias is not a parameter (torch.nn.utils.prune, perhaps); make it permanent first (prune.remove)"
         if weight.device.type == "meta":
             return "its weight is on the meta device; load weights first"
         plain = _plain(module)
-        same = all(getattr(type(module), f, None) is getattr(plain, f, None) for f in ("forward", "_conv_forward"))
+        same = all(
+            getattr(type(module), f, None) is getattr(plain, f, None)
+            for f in ("forward", "_conv_forward")
+        )
         if not same or _overridden(module):
             return f"{type(module).__name__} computes its output in its own way, not as {plain.__name__} does; use a plain one"
     return ""
@@ -164,10 +195,16 @@ def _unsupported(layer: Layer) -> str:
 def _overridden(module: nn.Module) -> bool:
     """Whether somebody else stands where an attention would have to be observed."""
     mine = module.__dict__.get("forward")
-    return isinstance(module, nn.MultiheadAttention) and not isinstance(mine, ObservedAttention | NoneType)
+    return isinstance(module, nn.MultiheadAttention) and not isinstance(
+        mine, ObservedAttention | NoneType
+    )
 
 
 def _plain(module: nn.Module) -> type:
     """The class whose way of computing `lobs` knows."""
     known = (*_VIEWS, nn.MultiheadAttention)
-    return next((c for c in known if isinstance(module, c)), None) or flipped_linear_class(module) or type(module)
+    return (
+        next((c for c in known if isinstance(module, c)), None)
+        or flipped_linear_class(module)
+        or type(module)
+    )

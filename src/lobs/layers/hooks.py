@@ -74,7 +74,8 @@ def watching(observations: Iterable[Handle]) -> Iterator[None]:
 def untouched(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Undo what this block does to a network's attributes and buffers; lists the modules that it changed, afterwards.
 
-    Tracing runs `forward` on proxies: constants made there become attributes of the network, buffers assigned there proxies.
+    Tracing runs `forward` on proxies: constants made there become attributes of the network,
+    buffers assigned there proxies.
     """
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     changed: list[nn.Module] = []

@@ -17,7 +17,8 @@ class LinearLayer(Layer):
         """The last dimension must fit."""
         if x.dim() == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
             raise CalibrationError(
-                f"layer '{self.name}' takes floating-point inputs of {self.columns} features, but was given "
+                f"layer '{self.name}' takes floating-point inputs of {self.columns} features, but "
+                "was given "
                 f"{x.dtype} of shape {tuple(x.shape)}. In a tuple the input comes first."
             )
 
@@ -84,5 +85,9 @@ class FlippedLinearLayer(LinearLayer):
 
 def flipped_linear_class(module: nn.Module) -> type | None:
     """The `Conv1D` that a module is, found without importing transformers."""
-    classes = [c for c in type(module).__mro__ if c.__name__ == "Conv1D" and c.__module__.startswith("transformers.")]
+    classes = [
+        c
+        for c in type(module).__mro__
+        if c.__name__ == "Conv1D" and c.__module__.startswith("transformers.")
+    ]
     return classes[0] if classes else None

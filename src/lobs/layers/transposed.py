@@ -1,10 +1,12 @@
 """Transposed convolutions as correlations, which makes them matrix problems like any other.
 
-A transposed convolution adds x[i]·W[k] to output position i·stride + k·dilation − padding. Read from the output: position p
-receives, through kernel position k, the element p + padding − k·dilation of the input stretched by `stride` with zeros in
-between. So its patches are windows, one apart, of the stretched input, with kernel positions counted backwards; that is
-exact for every stride, padding, output padding, dilation and group count. An output position meets only every stride-th
-kernel position; the other entries of its patch are zeros, and are multiplied as such, which costs time but no exactness.
+A transposed convolution adds x[i]·W[k] to output position i·stride + k·dilation − padding. Read
+from the output: position p receives, through kernel position k, the element p + padding −
+k·dilation of the input stretched by `stride` with zeros in between. So its patches are windows, one
+apart, of the stretched input, with kernel positions counted backwards; that is exact for every
+stride, padding, output padding, dilation and group count. An output position meets only every
+stride-th kernel position; the other entries of its patch are zeros, and are multiplied as such,
+which costs time but no exactness.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ class TransposedConvolutionLayer(WindowedLayer):
     def folded(self, matrix: Tensor) -> Tensor:
         """Input channels are in order of groups."""
         shape = self._by_group(self.weight).shape
-        return matrix.reshape(self.groups, self.rows, shape[1], *shape[3:]).transpose(1, 2).flatten(0, 1)
+        return (
+            matrix.reshape(self.groups, self.rows, shape[1], *shape[3:])
+            .transpose(1, 2)
+            .flatten(0, 1)
+        )
 
     def _by_group(self, weight: Tensor) -> Tensor:
         return weight.reshape(self.groups, -1, *weight.shape[1:])
@@ -61,14 +67,18 @@ class TransposedConvolutionLayer(WindowedLayer):
         stretched = x.new_zeros(*x.shape[:-n], *size)
         places: tuple[Any, ...] = (..., *(slice(None, None, s) for s in conv.stride))
         stretched[places] = x
-        windows = slide(F.pad(stretched, self._margins()), conv.kernel_size, (1,) * n, conv.dilation)
+        windows = slide(
+            F.pad(stretched, self._margins()), conv.kernel_size, (1,) * n, conv.dilation
+        )
         return windows.flip(tuple(range(-n, 0)))
 
     def _margins(self) -> list[int]:
         conv = self.module
         assert not isinstance(conv.padding, str)
         margins: list[int] = []
-        for k, d, p, more in zip(conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True):
+        for k, d, p, more in zip(
+            conv.kernel_size, conv.dilation, conv.padding, conv.output_padding, strict=True
+        ):
             reach = d * (k - 1) - p
             margins = [reach, reach + more, *margins]  # last dimension first, as F.pad wants it
         return margins
@@ -79,7 +89,8 @@ class TransposedConvolutionLayer(WindowedLayer):
         asked = args[1] if len(args) > 1 else kwargs.get("output_size")
         if asked is not None and tuple(asked)[-self.dimensions :] != self._output_size(x):
             raise CalibrationError(
-                f"layer '{self.name}' was called with output_size={tuple(asked)}, but its own output_padding gives "
+                f"layer '{self.name}' was called with output_size={tuple(asked)}, but its own "
+                "output_padding gives "
                 f"{self._output_size(x)}. Set output_padding on the module, or skip the layer."
             )
         return x
@@ -88,9 +99,18 @@ class TransposedConvolutionLayer(WindowedLayer):
         conv, n = self.module, self.dimensions
         assert not isinstance(conv.padding, str)
         settings = zip(
-            x.shape[-n:], conv.stride, conv.padding, conv.dilation, conv.kernel_size, conv.output_padding, strict=True
+            x.shape[-n:],
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            conv.kernel_size,
+            conv.output_padding,
+            strict=True,
         )
-        return tuple((length - 1) * s - 2 * p + d * (k - 1) + more + 1 for length, s, p, d, k, more in settings)
+        return tuple(
+            (length - 1) * s - 2 * p + d * (k - 1) + more + 1
+            for length, s, p, d, k, more in settings
+        )
 
 
 class ConvTranspose1dLayer(TransposedConvolutionLayer):

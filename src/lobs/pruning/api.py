@@ -15,19 +15,19 @@ from torch import nn
 from lobs.pruning.options import PASSES, check, compensation, shared
 from lobs.calibration.batches import guarded
 from lobs.pruning.refit.joint import Compensate
-from lobs._system.distributed import present, working
+from lobs._system.distributed import find_group, use_group
 from lobs.errors import LobsError, caution, saying_once
 from lobs.pruning.forecast import Forecast, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
 from lobs.pruning.session import Inputs, Job
-from lobs.storage.run_store import fingerprint, open_journal
+from lobs.storage.run_store import fingerprint, open_run_store
 from lobs.layers import Layer
 from lobs._system.memory import limited, parse
-from lobs._system.run_log import observed, peak_bytes, tell
+from lobs._system.run_log import log_event, peak_bytes, recorded_run
 from lobs.pruning.run import run
 from lobs.solvers.problem import Solver
 from lobs._system.progress import shown
-from lobs.pruning.result import Pruning
+from lobs.pruning.result import PruningResult
 from lobs.solvers.solution import Solution
 from lobs.solvers import as_solver
 from lobs.targets import Budget, Pattern, Target
@@ -57,22 +57,26 @@ def prune(
     distributed: bool = False,
     log_json: str | os.PathLike[str] | None = None,
     memory: str | float | None = None,
-) -> Pruning:
+) -> PruningResult:
     """Remove weights from a trained network and move the rest to compensate.
 
     Args:
-        model: a trained network; untouched unless `inplace`, and then written only after everything has succeeded.
-        batches: unlabelled inputs, a few hundred or more: an iterable of tensors, of tuples whose first item is the input, or
-            of mappings of keyword arguments. They are run several times; a generator is read into a list first.
-        target: `Sparsity`, `Budget`, `ErrorBudget`, `NByM`, `Block`, `Structured`, or a number for the fraction removed from
-            the network as a whole.
+        model: a trained network; untouched unless `inplace`, and then written only after everything
+            has succeeded.
+        batches: unlabelled inputs, a few hundred or more: an iterable of tensors, of tuples whose
+            first item is the input, or of mappings of keyword arguments. They are run several
+            times; a generator is read into a list first.
+        target: `Sparsity`, `Budget`, `ErrorBudget`, `NByM`, `Block`, `Structured`, or a number for
+            the fraction removed from the network as a whole.
         solver: a name from `SOLVERS`, or a solver.
-        inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned layers before it give and must
-            reproduce what the dense network gives there, so that it mends what they spoiled. "pruned": the same inputs, but
-            only the layer's own dense weights to reproduce. "dense": every layer sees what the dense network feeds it; one
-            pass over the data for all moments. By default "asymmetric", but "dense" for an `ErrorBudget`, which speaks of each
-            layer by itself.
-        layers: names or globs of the layers to prune; all of the kinds that `lobs` knows by default.
+        inputs: "asymmetric": layers are pruned in the order they run; each sees what the pruned
+            layers before it give and must reproduce what the dense network gives there, so that it
+            mends what they spoiled. "pruned": the same inputs, but only the layer's own dense
+            weights to reproduce. "dense": every layer sees what the dense network feeds it; one
+            pass over the data for all moments. By default "asymmetric", but "dense" for an
+            `ErrorBudget`, which speaks of each layer by itself.
+        layers: names or globs of the layers to prune; all of the kinds that `lobs` knows by
+            default.
         skip: names or globs of layers to leave alone.
         inplace: write into `model` itself instead of a copy.
         progress: draw progress bars on a terminal for what takes over two seconds.
@@ -80,37 +84,55 @@ def prune(
         damping: λ added to every Ψ's diagonal; chosen, and reported, by default.
         diagnostics: also record the distribution of sensitivities, for the report.
         held_out: other inputs, to measure on them too how far the output moved.
-        evaluate: the score that `Budget(max_drop=…)` is about, larger is better.
-        passes: how often a network-wide budget is shared out: the second time by how the network pruned the first time, not the
-            dense one, answers to its units. 1 takes half the time. Trials of `max_drop` share it out once each.
-        batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output nearer to the dense one, by a
-            hundredth at least.
-        compensate: "layers": surviving weights take the values that are best for their own layer. "network": in the end all of
-            them move together to where the network's output is nearest to the dense one's, on `batches` and with no labels;
-            needs asymmetric inputs. By default "network" with the default solver on networks so small that this takes about
-            twenty seconds at most. An eighth of them is kept back, and where nothing is won there the weights stay.
-        resume: a folder in which every finished piece of work is kept; if it holds an interrupted run of the same network, data
-            and settings, that is taken up and ends with the same bits. The batches must come in the same order each time.
-        distributed: share the work with the other processes of torch.distributed's process group, all of which call this with
-            the same network and settings and each with its own batches, or none. All get the same result; the first one writes.
-        log_json: a file to which a JSON line is added whenever a piece of work begins or ends, with its time and the memory.
-        memory: how much resident memory this process may take in all, such as "8GB": layers are calibrated in groups that fit,
-            what does not fit goes to temporary files, wide layers are kept in single precision. `lobs.forecast` says beforehand
-            what that means.
+        evaluate: the score that `Budget(drop=…)` is about, larger is better.
+        passes: how often a network-wide budget is shared out: the second time by how the network
+            pruned the first time, not the dense one, answers to its units. 1 takes half the time.
+            Trials of `drop` share it out once each.
+        batch_norm: re-estimate batch norms' statistics on `batches`, where that brings the output
+            nearer to the dense one, by a hundredth at least.
+        compensate: "layers": surviving weights take the values that are best for their own layer.
+            "network": in the end all of them move together to where the network's output is nearest
+            to the dense one's, on `batches` and with no labels; needs asymmetric inputs. By default
+            "network" with the default solver on networks so small that this takes about twenty
+            seconds at most. An eighth of them is kept back, and where nothing is won there the
+            weights stay.
+        resume: a folder in which every finished piece of work is kept; if it holds an interrupted
+            run of the same network, data and settings, that is taken up and ends with the same
+            bits. The batches must come in the same order each time.
+        distributed: share the work with the other processes of torch.distributed's process group,
+            all of which call this with the same network and settings and each with its own batches,
+            or none. All get the same result; the first one writes.
+        log_json: a file to which a JSON line is added whenever a piece of work begins or ends, with
+            its time and the memory.
+        memory: how much resident memory this process may take in all, such as "8GB": layers are
+            calibrated in groups that fit, what does not fit goes to temporary files, wide layers
+            are kept in single precision. `lobs.forecast` says beforehand what that means.
 
     Returns:
-        A `Pruning`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save(path)`.
+        A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`,
+            `.save(path)`.
     """
     began = time.perf_counter()
     wanted, inputs, found = check(
-        model, target, inputs=inputs, layers=layers, skip=skip, passes=passes, prune_bias=prune_bias, damping=damping
+        model,
+        target,
+        inputs=inputs,
+        layers=layers,
+        skip=skip,
+        passes=passes,
+        prune_bias=prune_bias,
+        damping=damping,
     )
-    if isinstance(wanted, Budget) and wanted.max_drop is not None and evaluate is None:
+    if isinstance(wanted, Budget) and wanted.drop is not None and evaluate is None:
         raise LobsError(
-            "Budget(max_drop=…) needs evaluate=…: a function of a network that returns its score, larger is better."
+            "Budget(drop=…) needs evaluate=…: a function of a network that returns its score, "
+            "larger is better."
         )
     if evaluate is not None and not callable(evaluate):
-        raise LobsError(f"evaluate is {evaluate!r}: give a function of a network that returns its score, larger is better.")
+        raise LobsError(
+            f"evaluate is {evaluate!r}: give a function of a network that returns its score, "
+            "larger is better."
+        )
     for switch, value in {"batch_norm": batch_norm, "inplace": inplace}.items():
         if not isinstance(value, bool):
             raise LobsError(f"{switch} is {value!r}: True or False.")
@@ -123,38 +145,41 @@ def prune(
         "prune_bias": prune_bias, "damping": damping, "diagnostics": diagnostics, "batch_norm": batch_norm,
         "compensate": (how, work),
     }  # fmt: skip
-    together = present(distributed)
-    log = log_json if together.leads else None
+    group = find_group(distributed)
+    log = log_json if group.leads else None
     limit = None if memory is None else parse(memory)
     if limit is not None:
         settings["memory"] = limit
     with (
         saying_once(),
         limited(limit, 0 if limit is None else taken_in_the_end(model, found)),
-        shown(progress and together.leads),
-        working(together),
-        observed(log) as observer,
+        shown(progress and group.leads),
+        use_group(group),
+        recorded_run(log) as run_log,
         ExitStack() as stack,
     ):
-        settings["processes"] = together.size
-        identity = fingerprint(model, data, settings) if resume is not None or together.size > 1 else {}
-        journal = stack.enter_context(open_journal(resume, identity))
+        settings["processes"] = group.size
+        identity = (
+            fingerprint(model, data, settings) if resume is not None or group.size > 1 else {}
+        )
+        run_store = stack.enter_context(open_run_store(resume, identity))
         room = None
         if limit is not None:
             options = _forecast_options(wanted, passes, damping, batch_norm)
             ahead = _forecast(model, data, found, chosen, inputs=inputs, **options)
-            tell("forecast", **ahead.as_dict())
+            log_event("forecast", **ahead.as_dict())
             room = ahead.room
-        # Where no budget is shared out by the dense network's error curves, its moments may never be wanted.
+        # Where no budget is shared out by the dense network's error curves, its moments may never
+        # be wanted.
         gather = limit is not None or not (inputs == "dense" or shared(wanted))
-        job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, journal, gather, room,
+        job = Job(model, data, found, chosen, inputs, prune_bias, damping, diagnostics, batch_norm, run_store, gather, room,
                   how, work)  # fmt: skip
         calibration = job.calibration
         calibrated = time.perf_counter() - began
         trials: list[Trial] = []
-        if isinstance(wanted, Budget) and wanted.max_drop is not None:
+        if isinstance(wanted, Budget) and wanted.drop is not None:
             assert evaluate is not None
-            outcome, trials = search(job, wanted, wanted.max_drop, evaluate)
+            outcome, trials = search(job, wanted, wanted.drop, evaluate)
         else:
             rounds = passes if shared(wanted) else 1
             outcome = run(job, job.plan(wanted), last=rounds == 1)
@@ -162,7 +187,9 @@ def prune(
                 job.look_again(outcome.model)
                 outcome = run(job, job.plan(wanted), last=later == rounds)
         certificate = outcome.certify(held_out)
-        outlook = job.outlook({name: solution.removed for name, solution in outcome.solutions.items()})
+        preview = job.preview(
+            {name: solution.removed for name, solution in outcome.solutions.items()}
+        )
     if not (prune_bias or trials or isinstance(wanted, Pattern)):
         _warn_of_zeros(found, outcome.solutions)
     if inplace:
@@ -186,13 +213,13 @@ def prune(
         said["batch norm"] = "not re-estimated"
     if outcome.compensation is not None:
         if compensate == "network" and outcome.compensation.reason:
-            caution(f"compensate='network': weights were left {outcome.compensation}.")
+            caution(f"refit='network': weights were left {outcome.compensation}.")
         said["compensation"] = str(outcome.compensation)
     if evaluate is not None and not trials:
-        said["evaluate"] = "not called: it is the score that Budget(max_drop=…) is about"
+        said["evaluate"] = "not called: it is the score that Budget(drop=…) is about"
     if trials:
         said["trials"] = [asdict(trial) for trial in trials]
-    return Pruning(
+    return PruningResult(
         model=model if inplace else outcome.model,
         masks=outcome.masks,
         layers=tuple(outcome.results[layer.name] for layer in found),
@@ -201,8 +228,8 @@ def prune(
         settings=said,
         seconds=time.perf_counter() - began,
         batch_norm=outcome.norms,
-        outlook=outlook,
-        phases=observer.seconds,
+        preview=preview,
+        phases=run_log.seconds,
         peak_bytes=peak_bytes(),
     )
 
@@ -225,10 +252,18 @@ def forecast(
 ) -> Forecast:
     """What `prune` with these arguments would take: passes over the data, bytes, about how many seconds.
 
-    Runs the network on one batch. With a limit of `memory` that cannot be kept it raises as `prune` would, and says what can.
+    Runs the network on one batch. With a limit of `memory` that cannot be kept it raises as `prune`
+    would, and says what can.
     """
     wanted, inputs, found = check(
-        model, target, inputs=inputs, layers=layers, skip=skip, passes=passes, prune_bias=prune_bias, damping=damping
+        model,
+        target,
+        inputs=inputs,
+        layers=layers,
+        skip=skip,
+        passes=passes,
+        prune_bias=prune_bias,
+        damping=damping,
     )
     data = guarded(batches)
     chosen = as_solver(solver)
@@ -238,7 +273,9 @@ def forecast(
         return _forecast(model, data, found, chosen, inputs=inputs, **options)
 
 
-def _forecast_options(wanted: Target, passes: int, damping: float | None, batch_norm: bool) -> dict[str, Any]:
+def _forecast_options(
+    wanted: Target, passes: int, damping: float | None, batch_norm: bool
+) -> dict[str, Any]:
     """What a forecast must know beside the network and the data."""
     options = {
         "shared": shared(wanted),
@@ -247,24 +284,38 @@ def _forecast_options(wanted: Target, passes: int, damping: float | None, batch_
         "target": wanted,
         "batch_norm": batch_norm,
     }
-    if isinstance(wanted, Budget) and wanted.max_drop is not None:
-        # At its longest: no trial is good enough, and what the limits force is pruned after all of them.
+    if isinstance(wanted, Budget) and wanted.drop is not None:
+        # At its longest: no trial is good enough, and what the limits force is pruned after all of
+        # them.
         return {**options, "rounds": LOOKS + 1, "looks": 1}
     return options
 
 
 def _warn_of_zeros(layers: list[Layer], solutions: Mapping[str, Solution]) -> None:
     """Say so where layers were all sparser than is asked of them."""
-    pairs = [(int((layer.weight != 0).sum()), solutions[layer.name].kept) for layer in layers if layer.name in solutions]
+    pairs = [
+        (int((layer.weight != 0).sum()), solutions[layer.name].kept)
+        for layer in layers
+        if layer.name in solutions
+    ]
     there, kept = (sum(numbers) for numbers in zip(*pairs, strict=True)) if pairs else (0, 0)
-    if all(had <= left for had, left in pairs) and there < kept < sum(layer.weight.numel() for layer in layers):
-        caution(f"these layers had {there:,} weights other than zero, and {kept:,} are kept: ask for fewer than they had.")
+    if all(had <= left for had, left in pairs) and there < kept < sum(
+        layer.weight.numel() for layer in layers
+    ):
+        caution(
+            f"these layers had {there:,} weights other than zero, and {kept:,} are kept: ask for "
+            "fewer than they had."
+        )
 
 
 def _write_back(pruned: nn.Module, model: nn.Module) -> None:
     """Give a network the pruned one's numbers: all of them, or, whatever interrupts, none."""
     new, old = pruned.state_dict(), model.state_dict()
-    changed = {name: t for name, t in new.items() if isinstance(t, torch.Tensor) and not torch.equal(t, old[name])}
+    changed = {
+        name: t
+        for name, t in new.items()
+        if isinstance(t, torch.Tensor) and not torch.equal(t, old[name])
+    }
     before = {name: old[name].clone() for name in changed}
     with torch.no_grad():
         try:
@@ -275,5 +326,7 @@ def _write_back(pruned: nn.Module, model: nn.Module) -> None:
                 with suppress(RuntimeError):  # what could not be written has not changed
                     old[name].copy_(tensor)
             if isinstance(error, RuntimeError):
-                raise LobsError(f"the network cannot be written in place: {error} Use inplace=False.") from error
+                raise LobsError(
+                    f"the network cannot be written in place: {error} Use inplace=False."
+                ) from error
             raise

@@ -14,7 +14,11 @@ from lobs.targets import Block, Budget, Sparsity, Target, check_names, for_layer
 
 def prunable(layers: Sequence[Layer], prune_bias: bool) -> dict[str, int]:
     """How many weights of each layer may go."""
-    biases = {layer.name: layer.groups * layer.rows for layer in layers if layer.bias is not None and prune_bias}
+    biases = {
+        layer.name: layer.groups * layer.rows
+        for layer in layers
+        if layer.bias is not None and prune_bias
+    }
     return {layer.name: layer.weight.numel() + biases.get(layer.name, 0) for layer in layers}
 
 
@@ -23,7 +27,9 @@ def stored_bytes(model: nn.Module, counts: Mapping[str, int]) -> int:
     return network_bytes(model) + sum(-(-n // 8) for n in counts.values())
 
 
-def check(target: Target, model: nn.Module, layers: Sequence[Layer], prune_bias: bool = False) -> None:
+def check(
+    target: Target, model: nn.Module, layers: Sequence[Layer], prune_bias: bool = False
+) -> None:
     """Refuse a target that names no layer, contradicts itself, or cannot be met however it is shared out."""
     check_names(target, [layer.name for layer in layers])
     match target:
@@ -42,12 +48,15 @@ def _check_block(target: Block, layer: Layer) -> None:
     blocks = layer.groups * -(-layer.rows // high) * -(-layer.columns // wide)
     if asked.count(blocks) == blocks:
         raise TargetError(
-            f"layer '{layer.name}' has only {blocks} block(s) of {high}×{wide} or what fits of it: all would go for "
+            f"layer '{layer.name}' has only {blocks} block(s) of {high}×{wide} or what fits of it: "
+            "all would go for "
             f"{asked.fraction:g}. Take smaller blocks, or skip the layer."
         )
 
 
-def _check_shared(target: Sparsity | Budget, model: nn.Module, layers: Sequence[Layer], prune_bias: bool) -> None:
+def _check_shared(
+    target: Sparsity | Budget, model: nn.Module, layers: Sequence[Layer], prune_bias: bool
+) -> None:
     counts = prunable(layers, prune_bias)
     limits = {name: removable(target, name, n) for name, n in counts.items()}
     total = sum(counts.values())
@@ -62,13 +71,20 @@ def _check_shared(target: Sparsity | Budget, model: nn.Module, layers: Sequence[
             least = stored_bytes(model, counts) - gone
             if size < least:
                 raise TargetError(
-                    f"Budget bytes is {size:,.0f}: what cannot be removed takes {least:,} bytes. Allow at least those"
+                    f"Budget bytes is {size:,.0f}: what cannot be removed takes {least:,} bytes. "
+                    "Allow at least those"
                     f"{', or loosen keep_at_least' if most < total else ''}."
                 )
 
 
 def _check_kept(kept: float, least: int, largest: int) -> None:
     if kept < least:
-        raise TargetError(f"{kept:,.0f} weights are to be kept, but keep_at_least asks for {least:,}: loosen it, or keep more.")
+        raise TargetError(
+            f"{kept:,.0f} weights are to be kept, but keep_at_least asks for {least:,}: loosen it, "
+            "or keep more."
+        )
     if kept > largest:
-        raise TargetError(f"{kept:,.0f} weights are to be kept, but keep_at_most allows {largest:,}: loosen it, or keep fewer.")
+        raise TargetError(
+            f"{kept:,.0f} weights are to be kept, but keep_at_most allows {largest:,}: loosen it, "
+            "or keep fewer."
+        )

@@ -16,7 +16,7 @@ _TENSORS = ("weight", "mask", "curve")
 
 
 @dataclass(frozen=True, eq=False)
-class Settled:
+class FinishedLayer:
     """A layer's solution, its line in the result, and its error with room for rounding."""
 
     solution: Solution
@@ -27,10 +27,16 @@ class Settled:
         """Tensors and a JSON-able record; JSON writes floats so that they come back exactly."""
         solution = {field.name: getattr(self.solution, field.name) for field in fields(Solution)}
         tensors = {name: tensor for name in _TENSORS if (tensor := solution.pop(name)) is not None}
-        return tensors, {"solution": solution, "result": asdict(self.result), "largest_error": self.largest_error}
+        return tensors, {
+            "solution": solution,
+            "result": asdict(self.result),
+            "largest_error": self.largest_error,
+        }
 
     @classmethod
-    def unpacked(cls, saved: dict[str, Tensor], record: dict[str, Any], like: Tensor) -> Settled:
+    def unpacked(
+        cls, saved: dict[str, Tensor], record: dict[str, Any], like: Tensor
+    ) -> FinishedLayer:
         """The same again, on the device of `like`."""
         tensors: dict[str, Any] = {name: t.to(like.device) for name, t in saved.items()}
         result = _restored(LayerResult, record["result"])
@@ -48,7 +54,10 @@ def _restored(kind: Any, value: Any) -> Any:
         make, hints = cast(Any, kind), get_type_hints(kind)
         return make(**{name: _restored(hints[name], item) for name, item in value.items()})
     if get_origin(kind) is tuple:
-        return tuple(_restored(parts[0] if parts[-1] is Ellipsis else part, x) for part, x in zip(cycle(parts), value))
+        return tuple(
+            _restored(parts[0] if parts[-1] is Ellipsis else part, x)
+            for part, x in zip(cycle(parts), value)
+        )
     if get_origin(kind) is dict:
         return {name: _restored(parts[1], item) for name, item in value.items()}
     return value

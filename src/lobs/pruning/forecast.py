@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from lobs._system import memory
 from lobs.calibration.batch_norm import find_norms
-from lobs.calibration.collect import collect
+from lobs.calibration.collect import collect_moments
 from lobs.pruning.refit.joint import Compensate, effort
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.errors import LobsError
 from lobs.calibration.on_demand import moment_bytes, passes
 from lobs.pruning.refit.gauss_newton import PASSES
@@ -26,7 +26,7 @@ from lobs.layers import Layer, watching
 from lobs._system.memory import spelled
 from lobs.solvers.problem import Solver
 from lobs.calibration.forward import length
-from lobs.solvers import ADMM, LOBS, Auto, Columns
+from lobs.solvers import ADMM, LOBS, Auto, ColumnSweep
 from lobs.solvers.auto import PRODUCT, seconds_of
 from lobs.pruning.refit.split import SMALL
 from lobs.calibration.moments import weighed
@@ -72,14 +72,16 @@ class Forecast:
 
     def __str__(self) -> str:
         lines = [
-            f"{stage.name}: a network's passes over the data {stage.passes}, seconds about {stage.seconds:,.1f}"
+            f"{stage.name}: a network's passes over the data {stage.passes}, seconds about "
+            f"{stage.seconds:,.1f}"
             for stage in self.stages
         ]
         held = f"; {spelled(self.spilled)} of moments go to temporary files" if self.spilled else ""
         promised = "" if self.limit is None else f" of {spelled(self.limit)}"
         lines.append(f"in all: {self.passes}, about {self.seconds:,.1f} seconds")
         lines.append(
-            f"memory: about {spelled(self.peak)}{promised}: {spelled(self.fixed)} for what is there and the network's copy, "
+            f"memory: about {spelled(self.peak)}{promised}: {spelled(self.fixed)} for what is "
+            "there and the network's copy, "
             f"{spelled(self.widest_bytes)} for layer '{self.widest}'{held}"
         )
         return "\n".join(lines)
@@ -106,8 +108,9 @@ def forecast(
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
 
-    The units' influence is looked at as often, or `looks` times. `target` matters where it is a pattern, which costs what
-    its kind does. `compensation` says whether all weights move together in the end, and in how many multiply-adds.
+    The units' influence is looked at as often, or `looks` times. `target` matters where it is a
+    pattern, which costs what its kind does. `compensation` says whether all weights move together
+    in the end, and in how many multiply-adds.
     """
     sequential, moments = inputs != "dense", shared or inputs == "dense"
     seen = _looked_at(model, batches, layers)
@@ -115,10 +118,12 @@ def forecast(
     # Going back, the influence keeps what going forward drops.
     on_the_way = (3 if shared else 1) * work
     fixed = memory.resident() + network_bytes(model) + on_the_way
-    fixed = max(crew().hear(fixed))  # processes must agree on what they do
+    fixed = max(process_group().all_gather(fixed))  # processes must agree on what they do
     needs, masks = {}, 0
     for layer in layers:  # the masks of those before it are there when a layer is solved
-        needs[layer.name] = masks + solving_bytes(layer, solver, sequential=sequential, damped=damped)
+        needs[layer.name] = masks + solving_bytes(
+            layer, solver, sequential=sequential, damped=damped
+        )
         masks += layer.weight.numel()
     widest = max(needs, key=lambda name: needs[name])
     limit = memory.limit()
@@ -126,7 +131,8 @@ def forecast(
     if room is not None and needs[widest] > _SLACK * room:
         enough = spelled(1.01 * (fixed + needs[widest]))
         raise LobsError(
-            f"memory={spelled(limit or 0)} is not enough: {spelled(fixed)} for what is there and the network's copy, "
+            f"memory={spelled(limit or 0)} is not enough: {spelled(fixed)} for what is there and "
+            "the network's copy, "
             f"{spelled(needs[widest])} for layer '{widest}'. Allow {enough}, or skip the layer."
         )
     room = None if room is None else max(0.0, room - _ROWS)  # products and pieces of a pass
@@ -143,11 +149,29 @@ def forecast(
     looks = (looks or rounds) if shared else 0
     walk = 2 * forward + paired if sequential else 0.0
     norms = batch_norm and bool(find_norms(model))
-    stages = tuple(_stages(forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms))
+    stages = tuple(
+        _stages(
+            forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms
+        )
+    )
     if compensation[0] == "network" and (seen.batches > 1 or seen.samples >= SMALL):
-        stages = (*stages[:-1], *_compensating(seen, layers, target, compensation[1], compensated), stages[-1])
+        stages = (
+            *stages[:-1],
+            *_compensating(seen, layers, target, compensation[1], compensated),
+            stages[-1],
+        )
     names = tuple(tuple(layer.name for layer in group) for group in groups)
-    return Forecast(limit, room, fixed, fixed + max(needs[widest], together), spilled, widest, needs[widest], names, stages)
+    return Forecast(
+        limit,
+        room,
+        fixed,
+        fixed + max(needs[widest], together),
+        spilled,
+        widest,
+        needs[widest],
+        names,
+        stages,
+    )
 
 
 def taken_in_the_end(model: nn.Module, layers: Sequence[Layer]) -> int:
@@ -157,21 +181,28 @@ def taken_in_the_end(model: nn.Module, layers: Sequence[Layer]) -> int:
 
 def network_bytes(model: nn.Module) -> int:
     """Bytes of all of a network's tensors, each counted once under whatever names it goes."""
-    tensors = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor) and not is_lazy(t)]
+    tensors = [
+        t
+        for t in model.state_dict(keep_vars=True).values()
+        if isinstance(t, Tensor) and not is_lazy(t)
+    ]
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
 def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: bool = False) -> int:
     """What calibrating and solving one layer takes at most, beside the networks."""
     d, weights = layer.columns + 1, layer.weight.numel()
-    if memory.lean(layer.groups, layer.columns) and not damped:
+    if memory.single_copy(layer.groups, layer.columns) and not damped:
         if isinstance(solver, LOBS):  # Ψ, its inverse, and a dozen forms of the weights
             return _ROWS + 8 * d**2 + 56 * weights
         directions = ADMM.bytes(layer.rows, d)
-        if isinstance(solver, Columns) or (isinstance(solver, Auto) and not memory.affords(directions)):
+        if isinstance(solver, ColumnSweep) or (
+            isinstance(solver, Auto) and not memory.affords(directions)
+        ):
             return _ROWS + 4 * d**2 + 9 * weights
         return _ROWS + max(directions, 4 * d**2 + 56 * weights)
-    # Sums, Ψ, its equilibrated form and that form's inverse; a second sum for two streams. Then a dozen forms of the weights.
+    # Sums, Ψ, its equilibrated form and that form's inverse; a second sum for two streams. Then a
+    # dozen forms of the weights.
     return 8 * (5 + sequential) * layer.groups * d**2 + 56 * weights + _ROWS
 
 
@@ -198,7 +229,9 @@ def _stages(
         yield Stage("measure", 2, 2 * forward)
 
 
-def _compensating(seen: _Look, layers: Sequence[Layer], target: Target, work: float | None, runs: int) -> Iterator[Stage]:
+def _compensating(
+    seen: _Look, layers: Sequence[Layer], target: Target, work: float | None, runs: int
+) -> Iterator[Stage]:
     """Moving all weights together; how many are left is taken from the target where it says so."""
     left = 0.0
     for layer in layers:
@@ -210,17 +243,23 @@ def _compensating(seen: _Look, layers: Sequence[Layer], target: Target, work: fl
             case _:
                 left += 0.1 * layer.weight.numel()
     plan = effort(round(left), seen.outputs, seen.madds, seen.samples, work)
-    if plan.steps:  # what a step works on stays in memory, so that data are read far less often than networks run
+    # what a step works on stays in memory, so that data are read far less often than networks run
+    if plan.steps:
         read = runs * plan.steps * plan.samples
         calls = PASSES * read * seen.batches / max(1, seen.samples)
-        yield Stage("compensate", -(-read // max(1, seen.samples)), PASSES * read * seen.madds * PRODUCT / 1e9 + calls * _CALL)
+        yield Stage(
+            "compensate",
+            -(-read // max(1, seen.samples)),
+            PASSES * read * seen.madds * PRODUCT / 1e9 + calls * _CALL,
+        )
 
 
 @dataclass(frozen=True)
 class _Look:
     """Seconds of all batches forward, and of the products of all moments in one network and in two; bytes on the way.
 
-    Then the number of samples, and for one of them the numbers that come out and the multiply-adds on the way.
+    Then the number of samples, and for one of them the numbers that come out and the multiply-adds
+    on the way.
     """
 
     forward: float
@@ -241,9 +280,9 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
         with _watched() as most:
             before = memory.resident()
             with watching(layer.on_input(partial(_first_patches, layer)) for layer in layers):
-                seen = collect(model, first, layers, hollow=True)
+                seen = collect_moments(model, first, layers, counts_only=True)
         took = time.perf_counter() - began
-    count = max(crew().hear(length(batches) or sum(1 for _ in batches)))
+    count = max(process_group().all_gather(length(batches) or sum(1 for _ in batches)))
     madds = paired = 0
     for layer in layers:
         vectors, d = seen.count(layer.name) * layer.groups, layer.columns + 1
@@ -251,10 +290,21 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
         paired += vectors * d * (d + (2 * layer.rows if weighed(layer) else d))
     unit = count * PRODUCT / 1e9
     each = max(1, seen.samples)
-    uses = sum(seen.count(layer.name) * layer.uses_per_patch * layer.weight.numel() for layer in layers)
+    uses = sum(
+        seen.count(layer.name) * layer.uses_per_patch * layer.weight.numel() for layer in layers
+    )
     outputs = sum(map(sum, seen.outputs)) / each
     on_the_way = max(0, most[0] - before)
-    return _Look(count * took, unit * madds, unit * paired, on_the_way, count, count * seen.samples, outputs, uses / each)
+    return _Look(
+        count * took,
+        unit * madds,
+        unit * paired,
+        on_the_way,
+        count,
+        count * seen.samples,
+        outputs,
+        uses / each,
+    )
 
 
 def _first_patches(layer: Layer, x: Tensor) -> None:

@@ -36,10 +36,15 @@ def check(
     if not isinstance(model, nn.Module):
         raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
     if not isinstance(passes, Integral) or passes < 1:
-        raise LobsError(f"passes is {passes}: it is a whole number, and the network must be pruned at least once.")
+        raise LobsError(
+            f"passes is {passes}: it is a whole number, and the network must be pruned at least "
+            "once."
+        )
     wanted = as_target(target)
     if prune_bias and isinstance(wanted, Pattern):
-        raise LobsError("prune_bias does not go with patterns, which are made of weights: leave it out.")
+        raise LobsError(
+            "prune_bias does not go with patterns, which are made of weights: leave it out."
+        )
     found = find_layers(model, layers, skip)
     feasibility.check(wanted, model, found, prune_bias)
     _check_damping(damping)
@@ -47,8 +52,13 @@ def check(
 
 
 def _check_damping(damping: float | None) -> None:
-    if damping is not None and not (isinstance(damping, Real) and float(damping) >= 0 and math.isfinite(damping)):
-        raise LobsError(f"damping is {damping!r}: it must be finite and not negative; leave it out to have it chosen.")
+    if damping is not None and not (
+        isinstance(damping, Real) and float(damping) >= 0 and math.isfinite(damping)
+    ):
+        raise LobsError(
+            f"damping is {damping!r}: it must be finite and not negative; leave it out to have it "
+            "chosen."
+        )
 
 
 def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
@@ -57,7 +67,10 @@ def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
     if inputs not in get_args(Inputs):
         raise LobsError(f"inputs is '{inputs}': use {', '.join(map(repr, get_args(Inputs)))}.")
     if inputs == "asymmetric" and isinstance(wanted, ErrorBudget):
-        raise LobsError("ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' with it.")
+        raise LobsError(
+            "ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' "
+            "with it."
+        )
     return inputs
 
 
@@ -69,17 +82,24 @@ def compensation(
         free = isinstance(solver, Auto) and inputs == "asymmetric" and memory is None
         return ("network", WORK) if free else ("layers", None)
     if asked not in get_args(Compensate):
-        raise LobsError(f"compensate is {asked!r}: use {', '.join(map(repr, get_args(Compensate)))}.")
+        raise LobsError(
+            f"compensate is {asked!r}: use {', '.join(map(repr, get_args(Compensate)))}."
+        )
     if asked == "network" and inputs != "asymmetric":
         raise LobsError(
-            f"compensate='network' moves weights after their layers' errors on {inputs} inputs were computed: it goes with "
+            f"refit='network' moves weights after their layers' errors on {inputs} inputs were "
+            "computed: it goes with "
             f"inputs='asymmetric', and so with no ErrorBudget."
         )
     if asked == "network" and memory is not None:
-        raise LobsError("compensate='network' holds several copies of all weights: leave out memory, or compensate.")
+        raise LobsError(
+            "refit='network' holds several copies of all weights: leave out memory, or compensate."
+        )
     return asked, None
 
 
 def shared(wanted: Target) -> bool:
     """Is one budget shared out among the layers?"""
-    return isinstance(wanted, Budget) or (isinstance(wanted, Sparsity) and wanted.scope == "network")
+    return isinstance(wanted, Budget) or (
+        isinstance(wanted, Sparsity) and wanted.scope == "network"
+    )

@@ -12,9 +12,10 @@ from torch import Tensor
 from lobs.solvers import scores
 from lobs.errors import TargetError
 from lobs.solvers.problem import Problem
-from lobs.solvers import Exact
+from lobs.solvers import GreedyOBS
 
-# Exact greedy on all rows up to this many multiply-adds; past it on as many rows as fit, at least a few.
+# Exact greedy on all rows up to this many multiply-adds; past it on as many rows as fit, at least a
+# few.
 _AFFORDABLE = 6e10
 _FEWEST_ROWS = 4
 # Rows whose size and importance are looked at all the same.
@@ -37,29 +38,46 @@ class RowLosses:
 
     def keys(self, importance: Tensor) -> Tensor:
         """What decides who goes first: never falling along a row."""
-        return self.losses.cummax(dim=-1).values * importance.to(self.losses)[:, self.rows].unsqueeze(-1)
+        return self.losses.cummax(dim=-1).values * importance.to(self.losses)[
+            :, self.rows
+        ].unsqueeze(-1)
 
     def packed(self) -> dict[str, Tensor]:
         """All of it as tensors."""
         energy = torch.tensor(self.energy, dtype=torch.float64)
-        return {"losses": self.losses, "rows": self.rows, "of": torch.tensor(self.of), "energy": energy}
+        return {
+            "losses": self.losses,
+            "rows": self.rows,
+            "of": torch.tensor(self.of),
+            "energy": energy,
+        }
 
     @classmethod
     def unpacked(cls, parts: Mapping[str, Tensor]) -> RowLosses:
         """The inverse of `packed`."""
         return cls(parts["losses"], parts["rows"], int(parts["of"]), float(parts["energy"]))
 
-    def curve(self, prunable: int, importance: Tensor, fewest: int = 0, most: int | None = None, price: float = 1.0) -> Curve:
+    def curve(
+        self,
+        prunable: int,
+        importance: Tensor,
+        fewest: int = 0,
+        most: int | None = None,
+        price: float = 1.0,
+    ) -> Curve:
         """The layer's curve when rows matter as `importance` (groups, rows) says."""
-        return Curve(self.keys(importance).flatten(), self.multiplicity, prunable, fewest, most, price)
+        return Curve(
+            self.keys(importance).flatten(), self.multiplicity, prunable, fewest, most, price
+        )
 
 
 @dataclass(frozen=True)
 class Curve:
     """What a layer's weights cost, one after another.
 
-    `keys`, in any order, are marginal errors, weighted by how much each row matters; each stands for `multiplicity` weights
-    where only some rows were run. `price` is what one weight is worth to the budget; between `fewest` and `most` may go.
+    `keys`, in any order, are marginal errors, weighted by how much each row matters; each stands
+    for `multiplicity` weights where only some rows were run. `price` is what one weight is worth to
+    the budget; between `fewest` and `most` may go.
     """
 
     keys: Tensor
@@ -73,17 +91,20 @@ class Curve:
 def row_losses(problem: Problem) -> RowLosses:
     """Run the exact greedy on a layer, or on a fair sample of its rows where all would cost too much.
 
-    Rows are independent, so some of them, evenly spread, stand for all: wide layers, where the greedy costs rows·d³/3, are run
-    on as many rows as are affordable. What rows have in common is the shape of their losses; how large these are, and how much
-    they matter, differs by orders of magnitude. So other rows are put together from those: the same shape, at their own size.
+    Rows are independent, so some of them, evenly spread, stand for all: wide layers, where the
+    greedy costs rows·d³/3, are run on as many rows as are affordable. What rows have in common is
+    the shape of their losses; how large these are, and how much they matter, differs by orders of
+    magnitude. So other rows are put together from those: the same shape, at their own size.
     """
     groups, rows, d = len(problem.groups), problem.weight.shape[-2], problem.weight.shape[-1]
     affordable = int(_AFFORDABLE / (groups * d**3 / 3))
     count = max(min(rows, _FEWEST_ROWS), min(rows, affordable))
     if count == rows:
-        return RowLosses(Exact().path(problem).losses.cpu(), torch.arange(rows), rows, problem.energy)
+        return RowLosses(
+            GreedyOBS().path(problem).losses.cpu(), torch.arange(rows), rows, problem.energy
+        )
     picked = torch.linspace(0, rows - 1, count).round().long()
-    shapes = Exact().path(problem.some_rows(picked.to(problem.weight.device))).losses.cpu()
+    shapes = GreedyOBS().path(problem.some_rows(picked.to(problem.weight.device))).losses.cpu()
     sized = torch.linspace(0, rows - 1, min(rows, max(count, _SIZED_ROWS))).round().long()
     size = _sizes(problem).to(shapes)
     losses = [_at_their_size(*group, picked, sized) for group in zip(shapes, size, strict=True)]
@@ -108,17 +129,25 @@ def _sizes(problem: Problem) -> Tensor:
     found = []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
         plain = metric.known_inverse is None
-        each = (metric.scaled(w).square() if plain else scores.obs(w, metric) for w in torch.split(weight, 1024))
-        found.append(torch.cat([some[:, : weight.shape[-1] - problem.protected].sum(dim=-1) for some in each]))
+        each = (
+            metric.scaled(w).square() if plain else scores.obs(w, metric)
+            for w in torch.split(weight, 1024)
+        )
+        found.append(
+            torch.cat(
+                [some[:, : weight.shape[-1] - problem.protected].sum(dim=-1) for some in each]
+            )
+        )
     return torch.stack(found).cpu()
 
 
 def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:
     """Share removals worth `give` among layers so that the summed, weighted error grows least at every step.
 
-    Keys rise along each row, so one sort across all layers by error per unit of price is the order in which a network-wide
-    greedy would take the next deletion; a layer's share is how many of its own fall before the cut. Where all prices are 1 the
-    counts add up to `give` exactly; otherwise to at least that. One sort of all keys.
+    Keys rise along each row, so one sort across all layers by error per unit of price is the order
+    in which a network-wide greedy would take the next deletion; a layer's share is how many of its
+    own fall before the cut. Where all prices are 1 the counts add up to `give` exactly; otherwise
+    to at least that. One sort of all keys.
     """
     return allocations(curves, [give])[0]
 
@@ -133,17 +162,38 @@ def allocations(curves: Mapping[str, Curve], gives: Sequence[float]) -> list[dic
     """`allocate` for several budgets, rising, from the same sort."""
     forced, most = reach(curves)
     for give in gives:
-        if give > most + 1e-6 or (forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values())):
-            limited = any(c.fewest or (c.most or 0) < c.prunable for c in curves.values() if c.most is not None)
-            what = "weights" if all(c.price == 1 for c in curves.values()) else "worth (bytes or operations)"
-            remedy = "Loosen keep_at_least or keep_at_most." if limited else "The budget is smaller than what cannot be pruned."
-            raise TargetError(f"between {forced:,.0f} and {most:,.0f} {what} can go, but {give:,.0f} must. {remedy}")
+        if give > most + 1e-6 or (
+            forced > max(give, 0) + 1e-6 and all(c.price == 1 for c in curves.values())
+        ):
+            limited = any(
+                c.fewest or (c.most or 0) < c.prunable
+                for c in curves.values()
+                if c.most is not None
+            )
+            what = (
+                "weights"
+                if all(c.price == 1 for c in curves.values())
+                else "worth (bytes or operations)"
+            )
+            remedy = (
+                "Loosen keep_at_least or keep_at_most."
+                if limited
+                else "The budget is smaller than what cannot be pruned."
+            )
+            raise TargetError(
+                f"between {forced:,.0f} and {most:,.0f} {what} can go, but {give:,.0f} must. "
+                f"{remedy}"
+            )
     keys = torch.cat([_limited(c) for c in curves.values()])
-    owner = torch.repeat_interleave(torch.arange(len(curves)), torch.tensor([len(c.keys) for c in curves.values()]))
+    owner = torch.repeat_interleave(
+        torch.arange(len(curves)), torch.tensor([len(c.keys) for c in curves.values()])
+    )
     worth = torch.tensor([c.multiplicity * c.price for c in curves.values()], dtype=torch.float64)
     owner = owner[keys.sort(stable=True).indices]
     total = worth[owner].cumsum(0)
-    cuts = torch.searchsorted(total, torch.tensor(gives, dtype=torch.float64) + 1e-6, right=True).tolist()
+    cuts = torch.searchsorted(
+        total, torch.tensor(gives, dtype=torch.float64) + 1e-6, right=True
+    ).tolist()
     taken, shares = torch.zeros(len(curves), dtype=torch.int64), []
     for give, start, stop in zip(gives, [0, *cuts], cuts, strict=False):
         taken = taken + torch.bincount(owner[start:stop], minlength=len(curves))
@@ -153,7 +203,9 @@ def allocations(curves: Mapping[str, Curve], gives: Sequence[float]) -> list[dic
 
 def _counts(curves: Mapping[str, Curve], taken: Sequence[int]) -> dict[str, int]:
     return {
-        name: max(c.fewest, min(c.prunable if c.most is None else c.most, round(n * c.multiplicity)))
+        name: max(
+            c.fewest, min(c.prunable if c.most is None else c.most, round(n * c.multiplicity))
+        )
         for (name, c), n in zip(curves.items(), taken, strict=True)
     }
 
@@ -172,5 +224,7 @@ def _settled(curves: Mapping[str, Curve], counts: dict[str, int], give: float) -
     for name, c in sorted(curves.items(), key=lambda item: -item[1].prunable):
         short = give - sum(counts[n] * curves[n].price for n in curves)
         step = math.ceil(short / c.price - 1e-9) if short > 0 else (round(short) if exact else 0)
-        counts[name] = max(c.fewest, min(c.prunable if c.most is None else c.most, counts[name] + step))
+        counts[name] = max(
+            c.fewest, min(c.prunable if c.most is None else c.most, counts[name] + step)
+        )
     return counts

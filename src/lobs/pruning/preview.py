@@ -13,17 +13,20 @@ from torch import Tensor
 from lobs.pruning.plan import Curve, RowLosses, allocations, reach
 
 STOPS = 140
-_LOWEST = 1e-3  # the smallest kept fraction that is looked at; below it little is left of any network
+_LOWEST = (
+    1e-3  # the smallest kept fraction that is looked at; below it little is left of any network
+)
 
 
 @dataclass(frozen=True)
-class Outlook:
+class BudgetPreview:
     """One stop after another, from few weights removed to nearly all; stop `at` is the budget that was run.
 
-    `removed[name][i]` weights of layer `name` go at stop i, exactly as a run with that budget would share them out, and its own
-    relative error is then predicted as `errors[name][i]`: by the exact greedy, on the dense network's inputs.
-    `change[i]` is the root mean square change of the network's output that follows to first order, units taken as
-    independent. `priced` says that bytes or operations were shared out, not weights.
+    `removed[name][i]` weights of layer `name` go at stop i, exactly as a run with that budget would
+    share them out, and its own relative error is then predicted as `errors[name][i]`: by the exact
+    greedy, on the dense network's inputs. `change[i]` is the root mean square change of the
+    network's output that follows to first order, units taken as independent. `priced` says that
+    bytes or operations were shared out, not weights.
     """
 
     totals: dict[str, int]
@@ -37,14 +40,14 @@ class Outlook:
         stops = len(self.change)
         tables = [*self.removed.values(), *self.errors.values()]
         if not 0 <= self.at < stops or any(len(row) != stops for row in tables):
-            raise ValueError(f"an outlook of {stops} stops does not fit its tables")
+            raise ValueError(f"an budget preview of {stops} stops does not fit its tables")
         if not self.totals.keys() == self.removed.keys() == self.errors.keys():
-            raise ValueError("an outlook's tables are of different layers")
+            raise ValueError("an budget preview's tables are of different layers")
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Outlook:
+    def from_record(cls, record: Mapping[str, Any]) -> BudgetPreview:
         """Read back what JSON made of one."""
-        return Outlook(
+        return BudgetPreview(
             totals={name: int(n) for name, n in record["totals"].items()},
             removed={name: tuple(int(n) for n in row) for name, row in record["removed"].items()},
             errors={name: tuple(float(x) for x in row) for name, row in record["errors"].items()},
@@ -59,16 +62,17 @@ class Outlook:
         return 1 - gone / max(1, sum(self.totals.values()))
 
 
-def look_out(
+def preview_budgets(
     curves: Mapping[str, Curve],
     losses: Mapping[str, RowLosses],
     importance: Mapping[str, Tensor],
     done: Mapping[str, int],
     stops: int = STOPS,
-) -> Outlook:
+) -> BudgetPreview:
     """Share out budgets on a logarithmic scale of what is kept, beside the counts of the run itself.
 
-    Costs one sort of all keys and one of each layer's; what is kept of it are numbers by layer and stop.
+    Costs one sort of all keys and one of each layer's; what is kept of it are numbers by layer and
+    stop.
     """
     plans = {tuple(plan.values()): plan for plan in allocations(curves, _budgets(curves, stops))}
     own = tuple(done[name] for name in curves)
@@ -78,11 +82,15 @@ def look_out(
     for index, name in enumerate(curves):
         plain, felt = _costs(losses[name], importance[name], [counts[index] for counts in rising])
         energy = losses[name].energy
-        errors[name] = tuple(_short(math.sqrt(e / energy)) if energy else 0.0 for e in plain.tolist())
+        errors[name] = tuple(
+            _short(math.sqrt(e / energy)) if energy else 0.0 for e in plain.tolist()
+        )
         weighted += felt
-    return Outlook(
+    return BudgetPreview(
         totals={name: c.prunable for name, c in curves.items()},
-        removed={name: tuple(counts[index] for counts in rising) for index, name in enumerate(curves)},
+        removed={
+            name: tuple(counts[index] for counts in rising) for index, name in enumerate(curves)
+        },
         errors=errors,
         change=tuple(_short(math.sqrt(x)) for x in weighted.tolist()),
         at=rising.index(own),
@@ -107,7 +115,10 @@ def _costs(losses: RowLosses, importance: Tensor, counts: Sequence[int]) -> tupl
     each = losses.losses.to(torch.float64).flatten()[order] * losses.multiplicity
     places = (torch.tensor(counts) / losses.multiplicity).round().long().clamp_max(len(order))
     start = torch.zeros(1, dtype=torch.float64)
-    return tuple(torch.cat([start, x.cumsum(0)])[places].clamp_min(0.0) for x in (each, each * weight.to(each)))  # type: ignore[return-value]
+    return tuple(
+        torch.cat([start, x.cumsum(0)])[places].clamp_min(0.0)
+        for x in (each, each * weight.to(each))
+    )  # type: ignore[return-value]
 
 
 def _short(value: float) -> float:

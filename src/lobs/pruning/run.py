@@ -20,18 +20,18 @@ from lobs.calibration import paired
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
 from lobs.calibration.layer_problem import asymmetric_problem, histogram
 from lobs.pruning.refit.joint import Compensation, compensate
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.errors import LobsError
 from lobs.pruning.refit.gauss_newton import parameters_of
 from lobs.pruning.session import Job, Packed
 from lobs.layers import Layer, find_layers
 from lobs.certificate.bound import Certificate
 from lobs.solvers.masks import joined
-from lobs._system.run_log import phase, tell
+from lobs._system.run_log import log_event, phase
 from lobs.solvers.problem import Problem
 from lobs._system.progress import track
 from lobs.pruning.result import LayerResult
-from lobs.pruning.finished import Settled
+from lobs.pruning.finished import FinishedLayer
 from lobs.solvers.solution import Solution
 from lobs.solvers import solve
 from lobs.calibration.moments import PairedMoments
@@ -68,7 +68,7 @@ def _prune_apart(outcome: Outcome, plan: Mapping[str, Target | None]) -> None:
     ahead = job.apart(missing, work, "prune")
     with track("prune", len(job.layers)) as advance:
         for name in job.calibration:
-            outcome.settle(twins[name], lambda: next(ahead))
+            outcome.finish(twins[name], lambda: next(ahead))
             advance(1)
 
 
@@ -80,22 +80,25 @@ def _prune_in_order(outcome: Outcome, plan: Mapping[str, Target | None]) -> None
     pairs = [(before[name], twins[name]) for name in job.calibration if plan[name] is not None]
     known = [layer.name for layer, _ in pairs if outcome.known(layer)]
     for layer, moments in paired.walk(job.model, outcome.model, job.batches, pairs, known):
-        outcome.settle(layer, partial(_solve_in_order, outcome, layer, moments, plan[layer.name]))
+        outcome.finish(layer, partial(_solve_in_order, outcome, layer, moments, plan[layer.name]))
     for name in job.calibration:
         if plan[name] is None:
             problem = job.dense_problem(twins[name])
-            outcome.settle(twins[name], lambda: outcome.solved(twins[name], problem, None).packed())  # noqa: B023
+            outcome.finish(twins[name], lambda: outcome.solved(twins[name], problem, None).packed())  # noqa: B023
 
 
-def _solve_in_order(outcome: Outcome, layer: Layer, moments: PairedMoments | None, target: Target | None) -> Packed:
+def _solve_in_order(
+    outcome: Outcome, layer: Layer, moments: PairedMoments | None, target: Target | None
+) -> Packed:
     job = outcome.job
-    assert moments is not None  # only layers that the journal knows come without
+    assert moments is not None  # only layers that the run store knows come without
     missed = moments.missed(job.dense(layer.name)) if job.inputs == "asymmetric" else None
-    problem = job.problem(layer, moments.pruned, mine=True)
+    problem = job.problem(layer, moments.pruned, overwrite=True)
     if missed is not None:
         problem = asymmetric_problem(problem, missed)
-    # All processes have solved the same problem; the leader's answer makes sure that they go on with the same bits.
-    return crew().give(*outcome.solved(layer, problem, target).packed())
+    # All processes have solved the same problem; the leader's answer makes sure that they go on
+    # with the same bits.
+    return process_group().broadcast_object(*outcome.solved(layer, problem, target).packed())
 
 
 @dataclass
@@ -115,35 +118,50 @@ class Outcome:
 
     def twins(self) -> dict[str, Layer]:
         """The layers of the pruned network by name."""
-        return {layer.name: layer for layer in find_layers(self.model, [layer.name for layer in self.job.layers])}
+        return {
+            layer.name: layer
+            for layer in find_layers(self.model, [layer.name for layer in self.job.layers])
+        }
 
     def known(self, layer: Layer) -> bool:
-        """Has an earlier, interrupted run settled this layer?"""
-        return self.job.journal.has(self._key(layer))
+        """Has an earlier, interrupted run finished this layer?"""
+        return self.job.run_store.has(self._key(layer))
 
     def _key(self, layer: Layer) -> str:
         return f"run {self.number} layer {layer.name}"
 
-    def settle(self, layer: Layer, solve: Callable[[], Packed]) -> None:
-        """Write one layer, as the journal has it or as it is solved now, and note what happened."""
-        saved = self.job.journal.read(self._key(layer))
+    def finish(self, layer: Layer, solve: Callable[[], Packed]) -> None:
+        """Write one layer, as the run store has it or as it is solved now, and note what happened."""
+        saved = self.job.run_store.read(self._key(layer))
         packed: Packed = solve() if saved is None else (saved.state_dict, saved.record)
         if saved is None:
-            self.job.journal.write(self._key(layer), *packed)
-        done = Settled.unpacked(packed[0], packed[1], layer.weight)
-        tell("layer", layer=layer.name, kept=done.result.kept, error=done.result.error, found_done=saved is not None)
+            self.job.run_store.write(self._key(layer), *packed)
+        done = FinishedLayer.unpacked(packed[0], packed[1], layer.weight)
+        log_event(
+            "layer",
+            layer=layer.name,
+            kept=done.result.kept,
+            error=done.result.error,
+            found_done=saved is not None,
+        )
         layer.write(done.solution.weight)
-        self.solutions[layer.name] = done.solution if memory.limit() is None else done.solution.without_tensors()
+        self.solutions[layer.name] = (
+            done.solution if memory.limit() is None else done.solution.without_tensors()
+        )
         self.largest_errors[layer.name] = done.largest_error
         self.masks = joined(self.masks, layer.masks(done.solution.mask))
         self.results[layer.name] = done.result
 
-    def solved(self, layer: Layer, problem: Problem, target: Target | None) -> Settled:
+    def solved(self, layer: Layer, problem: Problem, target: Target | None) -> FinishedLayer:
         """Solve one layer."""
         began = time.perf_counter()
         with phase("solve", layer=layer.name):
-            if target is None:  # the user's mapping may leave a layer alone; it stays as it is, to the bit
-                solution = replace(solve(problem, "magnitude", 0.0), weight=self.job.dense(layer.name), error=0.0)
+            if (
+                target is None
+            ):  # the user's mapping may leave a layer alone; it stays as it is, to the bit
+                solution = replace(
+                    solve(problem, "magnitude", 0.0), weight=self.job.dense(layer.name), error=0.0
+                )
             else:
                 solution = solve(problem, self.job.solver, target)
         result = LayerResult(
@@ -159,12 +177,14 @@ class Outcome:
             parameters=layer.parameters(),
             sensitivity=histogram(problem) if self.job.diagnostics else None,
         )
-        return Settled(solution, result, solution.error + problem.hidden_error_of(solution.weight))
+        return FinishedLayer(
+            solution, result, solution.error + problem.hidden_error_of(solution.weight)
+        )
 
     def renew_norms(self) -> None:
         """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""
         job, key = self.job, f"run {self.number} norms"
-        saved = job.journal.read(key)
+        saved = job.run_store.read(key)
         if saved is not None:
             self.norms = take_up(self.model, saved.state_dict, saved.record["effect"])
         elif any(solution.removed for solution in self.solutions.values()):
@@ -177,14 +197,18 @@ class Outcome:
             self.norms = reestimate(self.model, job.model, compare)
             if looks:
                 self.apart = looks[-1] if self.norms is None or self.norms.changed else looks[0]
-            job.journal.write(key, statistics_of(self.model), {"effect": self.norms and asdict(self.norms)})
+            job.run_store.write(
+                key, statistics_of(self.model), {"effect": self.norms and asdict(self.norms)}
+            )
 
     def compensate(self, names: Iterable[str]) -> None:
         """Move all surviving weights of some layers together, where that brings the output nearer to the dense one's."""
         job, key, twins = self.job, f"run {self.number} compensation", self.twins()
         layers = [twins[name] for name in names]
-        parameters = parameters_of(self.model, {name for layer in layers for name in layer.parameters()})
-        saved = job.journal.read(key)
+        parameters = parameters_of(
+            self.model, {name for layer in layers for name in layer.parameters()}
+        )
+        saved = job.run_store.read(key)
         if saved is not None:
             self.compensation = Compensation(**saved.record["effect"])
             for name, parameter in parameters.items():
@@ -195,21 +219,32 @@ class Outcome:
                     self.model, job.model, job.batches, layers, self.masks,
                     samples=job.calibration.samples, madds=job.madds, work=job.work,
                 )  # fmt: skip
-            job.journal.write(key, {n: t.detach() for n, t in parameters.items()}, {"effect": asdict(self.compensation)})
+            job.run_store.write(
+                key,
+                {n: t.detach() for n, t in parameters.items()},
+                {"effect": asdict(self.compensation)},
+            )
         if self.compensation is not None and self.compensation.steps:
             self.apart = None  # what was measured before no longer holds
 
     def _distances(self, each: Callable[[Any], None] | None = None) -> certify.Distances:
         """How far this network is from the dense one, with asymmetric inputs at every layer."""
         job, twins = self.job, self.twins()
-        pairs = [(layer, twins[layer.name]) for layer in job.layers] if job.inputs == "asymmetric" else []
-        return certify.distances(job.model, self.model, job.batches, pairs, job.calibration.samples, each)
+        pairs = (
+            [(layer, twins[layer.name]) for layer in job.layers]
+            if job.inputs == "asymmetric"
+            else []
+        )
+        return certify.distances(
+            job.model, self.model, job.batches, pairs, job.calibration.samples, each
+        )
 
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
         """The bound beside what is measured.
 
-        With asymmetric inputs a layer's error is the distance between its outputs in the two networks, which is measured
-        here, after the fact: it holds what reached the layer as well as what the layer added or mended.
+        With asymmetric inputs a layer's error is the distance between its outputs in the two
+        networks, which is measured here, after the fact: it holds what reached the layer as well as
+        what the layer added or mended.
         """
         job, twins = self.job, self.twins()
         moved = self.compensation is not None and self.compensation.steps
@@ -222,12 +257,16 @@ class Outcome:
                 certify.layer_errors(self.largest_errors, job.calibration),
                 apart,
                 held_out=held_out,
-                dense_gains={name: job.dense(name) for name in job.calibration} if job.inputs == "pruned" else None,
+                dense_gains={name: job.dense(name) for name in job.calibration}
+                if job.inputs == "pruned"
+                else None,
             )
         errors = {}
         for name, (error, energy, count) in apart.layers.items():
             relative = math.sqrt(error / energy) if energy else (math.inf if error else 0.0)
-            self.results[name] = replace(self.results[name], error=error / max(1, count), relative_error=relative)
+            self.results[name] = replace(
+                self.results[name], error=error / max(1, count), relative_error=relative
+            )
             if moved:  # the solver's answer is no longer what the network holds
                 self.solutions[name] = replace(
                     self.solutions[name],
@@ -237,16 +276,22 @@ class Outcome:
                     curve=None,
                 )
             # Outputs are right to float32's last digit; the bound must hold all the same.
-            errors[name] = math.sqrt(error / job.calibration.samples) + 1e-6 * math.sqrt(energy / job.calibration.samples)
-        return certify.certificate(job.model, self.model, job.calibration, errors, apart, held_out=held_out, absorbed=True)
+            errors[name] = math.sqrt(error / job.calibration.samples) + 1e-6 * math.sqrt(
+                energy / job.calibration.samples
+            )
+        return certify.certificate(
+            job.model, self.model, job.calibration, errors, apart, held_out=held_out, absorbed=True
+        )
 
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except Exception as error:  # networks may hold what cannot be copied: locks, open files, tensors with a history
+    # networks may hold what cannot be copied: locks, open files, tensors with a history
+    except Exception as error:
         text = " ".join(str(error).split())
         raise LobsError(
-            f"the network cannot be copied ({type(error).__name__}: {text}), and solving happens on a copy. Take out of it "
+            f"the network cannot be copied ({type(error).__name__}: {text}), and solving happens "
+            "on a copy. Take out of it "
             f"what is no module, parameter or plain value."
         ) from error

@@ -1,7 +1,8 @@
 """Raise the ratio (or ε) step by step, watch the network, find where it breaks.
 
-The paper calls that place the pruning inflection point. Statistics are collected once; the exact solver also runs once and
-is only cut at each step, so a sweep of a hundred points costs about as much as one pruning.
+The paper calls that place the pruning inflection point. Statistics are collected once; the exact
+solver also runs once and is only cut at each step, so a sweep of a hundred points costs about as
+much as one pruning.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from lobs.calibration.layer_problem import layer_problem
-from lobs.calibration.collect import collect
+from lobs.calibration.collect import collect_moments
 from lobs.errors import TargetError
 from lobs.layers import find_layers
 from lobs.solvers.problem import Problem, Solver
 from lobs._system.progress import shown, track
 from lobs.solvers.solution import Solution
-from lobs.solvers import Exact, as_solver, solve
+from lobs.solvers import GreedyOBS, as_solver, solve
 from lobs.targets import ErrorBudget, Sparsity, Target
 
 By: TypeAlias = Literal["ratio", "epsilon"]
@@ -54,7 +55,8 @@ def sweep(
         model: a trained network; untouched.
         batches: calibration data, run once.
         evaluate: a number for a network, e.g. its test error; called once a value.
-        values: fractions removed from every layer (by ratio), or relative errors ε of every layer (by epsilon).
+        values: fractions removed from every layer (by ratio), or relative errors ε of every layer
+            (by epsilon).
         by: what the values mean.
         solver: as for `prune`.
         layers: layers to prune; all by default.
@@ -63,14 +65,20 @@ def sweep(
     """
     if by not in ("ratio", "epsilon"):
         raise TargetError(f"cannot sweep by '{by}': use 'ratio' or 'epsilon'.")
-    targets = [Sparsity(v, scope="layer") if by == "ratio" else ErrorBudget(v, relative=True) for v in values]
+    targets = [
+        Sparsity(v, scope="layer") if by == "ratio" else ErrorBudget(v, relative=True)
+        for v in values
+    ]
     chosen = as_solver(solver)
     work = copy.deepcopy(model)
     found = find_layers(work, layers, skip)
     points = []
     with shown(progress):
-        calibration = collect(work, batches, found, progress=progress)
-        problems = {layer.name: layer_problem(layer, layer.matrix(), calibration[layer.name]) for layer in found}
+        calibration = collect_moments(work, batches, found, progress=progress)
+        problems = {
+            layer.name: layer_problem(layer, layer.matrix(), calibration[layer.name])
+            for layer in found
+        }
         solvers = {name: _reusable(problem, chosen) for name, problem in problems.items()}
         with track("sweep", len(targets)) as advance:
             for value, target in zip(values, targets, strict=True):
@@ -83,7 +91,7 @@ def sweep(
 
 
 def _reusable(problem: Problem, solver: Solver) -> Callable[[Target], Solution]:
-    if isinstance(solver, Exact):
+    if isinstance(solver, GreedyOBS):
         path = solver.path(problem)
         return lambda target: problem.given_back(path.solve(target))
     return lambda target: solve(problem, solver, target)
@@ -98,8 +106,9 @@ def _point(asked: float, answers: Sequence[Solution], score: float) -> SweepPoin
 def inflection(points: Sequence[SweepPoint]) -> SweepPoint | None:
     """The step after which the score breaks: the point farthest below the chord from the first point to the worst.
 
-    That is the "knee" of the curve of score (lower is better, like a test error) against the fraction removed. None where
-    there are fewer than four points or the score never gets worse than where it began.
+    That is the "knee" of the curve of score (lower is better, like a test error) against the
+    fraction removed. None where there are fewer than four points or the score never gets worse than
+    where it began.
     """
     ordered = sorted(points, key=lambda p: -p.kept_fraction)
     if len(ordered) < 4:

@@ -14,7 +14,7 @@ from lobs.storage.atomic import atomic_write
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lobs.pruning.result import Account
+    from lobs.pruning.result import PruningRecord
 
 __all__ = ["Run", "read_run", "write_report"]
 
@@ -23,14 +23,14 @@ __all__ = ["Run", "read_run", "write_report"]
 class Run:
     """One method's result, as a report shows it.
 
-    `error_before` and `error_after` are the dense and the pruned network's test errors, in the unit that `metric` names.
-    The rest is for pictures, and may be left out: `dense` is the network before (or its state dict), `pruned` the one after
-    (a `Pruning` has it already), `example` a batch of its inputs. `command` is what made this run, `note` why pictures are
-    missing.
+    `error_before` and `error_after` are the dense and the pruned network's test errors, in the unit
+    that `metric` names. The rest is for pictures, and may be left out: `dense` is the network
+    before (or its state dict), `pruned` the one after (a `PruningResult` has it already), `example`
+    a batch of its inputs. `command` is what made this run, `note` why pictures are missing.
     """
 
     label: str
-    pruning: Account
+    pruning: PruningRecord
     error_before: float | None = None
     error_after: float | None = None
     metric: str = "test error (%)"
@@ -42,7 +42,12 @@ class Run:
 
 
 def write_report(
-    path: str | os.PathLike[str], runs: Sequence[Run], *, title: str, command: str, seed: int | None = None
+    path: str | os.PathLike[str],
+    runs: Sequence[Run],
+    *,
+    title: str,
+    command: str,
+    seed: int | None = None,
 ) -> Path:
     """Write a self-contained page about one or more runs, atomically.
 
@@ -55,19 +60,24 @@ def write_report(
     """
     if not runs:
         raise LobsError("a report needs at least one run.")
-    from lobs.report.page import render  # plotly and jinja2 take their time, and only a report needs them
+    from lobs.report.page import (
+        render,
+    )  # plotly and jinja2 take their time, and only a report needs them
 
-    # Command lines may hold bytes that are not UTF-8; they are shown escaped rather than losing the page.
-    content = render(runs, title=title, command=command, seed=seed).encode("utf-8", errors="backslashreplace")
+    # Command lines may hold bytes that are not UTF-8; they are shown escaped rather than losing the
+    # page.
+    content = render(runs, title=title, command=command, seed=seed).encode(
+        "utf-8", errors="backslashreplace"
+    )
     with atomic_write(path) as partial:
         partial.write_bytes(content)
     return Path(path)
 
 
 def read_run(path: str | os.PathLike[str], label: str = "") -> Run:
-    """A run from a file that `Pruning.save` or `lobs prune --out` wrote; the label is the file's name if none is given."""
+    """A run from a file that `PruningResult.save` or `lobs prune --out` wrote; the label is the file's name if none is given."""
+    from lobs.pruning.result import PruningRecord
     from lobs.storage.checkpoint import load
-    from lobs.pruning.result import Account
 
     saved = load(path)
     record = saved.record
@@ -78,7 +88,7 @@ def read_run(path: str | os.PathLike[str], label: str = "") -> Run:
 
     return Run(
         label=label or Path(path).name.removesuffix(".safetensors"),
-        pruning=Account.from_record(record, f"'{path}'"),
+        pruning=PruningRecord.from_record(record, f"'{path}'"),
         error_before=number("before"),
         error_after=number("after"),
         metric=str(record.get("metric", "test error (%)")),

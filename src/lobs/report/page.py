@@ -47,13 +47,14 @@ def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -
         ledgers=ledgers,
         mended={run.pruning.settings.get("inputs") == "asymmetric" for run in runs},
         slider=whatif.slider(runs),
-        absences={run.label: whatif.absence(run) for run in runs if run.pruning.outlook is None},
+        absences={run.label: whatif.absence(run) for run in runs if run.pruning.preview is None},
         pixels=pictures.pixels(runs),
         gallery=pictures.gallery(runs),
         figures={name: figure for name, figure in wide.items() if figure}
         | {p.id: p.figure for p in histograms + curves + ledgers},
         styles=[
-            (figures.COLOURS[i % len(figures.COLOURS)], figures.MARKS[i % len(figures.MARKS)][1]) for i in range(len(runs))
+            (figures.COLOURS[i % len(figures.COLOURS)], figures.MARKS[i % len(figures.MARKS)][1])
+            for i in range(len(runs))
         ],
         refusals=_refusals(runs),
         plotly=Markup(get_plotlyjs()),
@@ -71,7 +72,10 @@ def _histograms(run: Run) -> list[Panel]:
 
 
 def _curves(runs: Sequence[Run]) -> list[Panel]:
-    drawn = [(i, name, panels.error_curve(name, runs)) for i, name in enumerate(figures.layer_names(runs))]
+    drawn = [
+        (i, name, panels.error_curve(name, runs))
+        for i, name in enumerate(figures.layer_names(runs))
+    ]
     return [Panel(f"curve-{i}", name, figure) for i, name, figure in drawn if figure]
 
 
@@ -85,15 +89,27 @@ def _refusals(runs: Sequence[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     for run in runs:
         if run.pruning.certificate.bound is None:
-            found.setdefault(run.pruning.certificate.reason or "no reason was recorded", []).append(run)
+            found.setdefault(run.pruning.certificate.reason or "no reason was recorded", []).append(
+                run
+            )
     return found
 
 
 def _templates() -> Environment:
-    loader = FunctionLoader(lambda name: (resources.files("lobs.report") / name).read_text(encoding="utf-8"))
-    templates = Environment(autoescape=True, loader=loader, undefined=StrictUndefined, trim_blocks=True)
-    # Were a number that is not JSON to slip through, better an error here than a blank page at the reader's.
+    loader = FunctionLoader(
+        lambda name: (resources.files("lobs.report") / name).read_text(encoding="utf-8")
+    )
+    templates = Environment(
+        autoescape=True, loader=loader, undefined=StrictUndefined, trim_blocks=True
+    )
+    # Were a number that is not JSON to slip through, better an error here than a blank page at the
+    # reader's.
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    templates.filters |= {"number": words.number, "fixed": words.fixed, "percent": words.percent, "plain": words.plain}
+    templates.filters |= {
+        "number": words.number,
+        "fixed": words.fixed,
+        "percent": words.percent,
+        "plain": words.plain,
+    }
     templates.globals |= {"tables": tables}
     return templates

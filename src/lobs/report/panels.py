@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lobs.pruning.preview import Outlook
+from lobs.pruning.preview import BudgetPreview
 from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive, shown
 from lobs.report.words import number, percent
-from lobs.pruning.result import Histogram, Pruning
+from lobs.pruning.result import Histogram, PruningResult
 from lobs.solvers.solution import Solution
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def sensitivity(histogram: Histogram | None) -> Figure | None:
         "mode": "lines",
         "x": ends,
         "y": [*(round(100 * count / total, 3) for count in histogram.counts), 0.0],
-        "hovertext": [f"{number(a, 2)} to {number(b, 2)}<br>{count:,} weights" for a, b, count in spans],
+        "hovertext": [
+            f"{number(a, 2)} to {number(b, 2)}<br>{count:,} weights" for a, b, count in spans
+        ],
         "fill": "tozeroy",
         "line": {"color": COLOURS[0], "width": 1.5, "shape": "hv"},
     }
@@ -45,28 +47,40 @@ def sensitivity(histogram: Histogram | None) -> Figure | None:
 def sensitivity_note(histogram: Histogram, share: float = 0.9) -> str:
     """In words: below which sensitivity most weights lie, and how many have none at all."""
     total = sum(histogram.counts) + histogram.zeros
-    reached = zip(histogram.edges, accumulate(histogram.counts, initial=histogram.zeros), strict=True)
+    reached = zip(
+        histogram.edges, accumulate(histogram.counts, initial=histogram.zeros), strict=True
+    )
     edge = next(edge for edge, count in reached if count >= share * total)
-    zeros = f" {histogram.zeros:,} ({percent(histogram.zeros / total)}) have none." if histogram.zeros else ""
+    zeros = (
+        f" {histogram.zeros:,} ({percent(histogram.zeros / total)}) have none."
+        if histogram.zeros
+        else ""
+    )
     return f"{100 * share:g}\u202f% of the weights lie below {number(10**edge, 2)}.{zeros}"
 
 
 def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
-    """Lines: relative error against percent removed, by the solver or else by the outlook; marks: where each run stopped."""
+    """Lines: relative error against percent removed, by the solver or else by the budget preview; marks: where each run stopped."""
     lines: list[dict[str, Any]] = []
     cuts: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
-        solution = run.pruning.solutions.get(name) if isinstance(run.pruning, Pruning) else None
+        solution = (
+            run.pruning.solutions.get(name) if isinstance(run.pruning, PruningResult) else None
+        )
         layer = next((layer for layer in run.pruning.layers if layer.name == name), None)
         if solution is not None and solution.curve is not None and solution.energy > 0:
             lines.append(_line(index, solution, solution.curve))
-        elif run.pruning.outlook is not None and name in run.pruning.outlook.totals:
-            lines.append(_forecast(index, run.pruning.outlook, name))
+        elif run.pruning.preview is not None and name in run.pruning.preview.totals:
+            lines.append(_forecast(index, run.pruning.preview, name))
             solution = None  # what the line forecasts is the layer's own error, as its row has it
         if solution is not None:
-            cuts.append(_cut(index, run.label, solution.removed, solution.prunable, solution.relative_error))
+            cuts.append(
+                _cut(index, run.label, solution.removed, solution.prunable, solution.relative_error)
+            )
         elif layer is not None:
-            cuts.append(_cut(index, run.label, layer.total - layer.kept, layer.total, layer.relative_error))
+            cuts.append(
+                _cut(index, run.label, layer.total - layer.kept, layer.total, layer.relative_error)
+            )
     if not lines:
         return None
     y = axis("relative error", type="log", range=_range(lines, cuts))
@@ -76,15 +90,22 @@ def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
 def thin(curve: Tensor, cut: int, points: int = 400) -> list[int]:
     """Counts at which to draw a curve: evenly along the line as it is drawn, logarithm upwards, ends and cut included.
 
-    Even steps in the count alone would jump over the steep ends, where a few weights change the error by decades.
+    Even steps in the count alone would jump over the steep ends, where a few weights change the
+    error by decades.
     """
     values = torch.nan_to_num(curve.detach().cpu().to(torch.float64))
     if len(values) <= points:
         return list(range(len(values)))
-    # Ten decades of E below the top are five of the relative error; what lies deeper is rounding noise.
+    # Ten decades of E below the top are five of the relative error; what lies deeper is rounding
+    # noise.
     climb = values.clamp_min(max(float(values.max()) * 1e-10, 1e-300)).log10().diff().abs()
     along = (climb / climb.sum().clamp_min(1e-300) + 1 / len(climb)).cumsum(0)
-    marks = torch.searchsorted(along, torch.linspace(0, float(along[-1]), points - 3, dtype=along.dtype)) + 1
+    marks = (
+        torch.searchsorted(
+            along, torch.linspace(0, float(along[-1]), points - 3, dtype=along.dtype)
+        )
+        + 1
+    )
     return sorted({*marks.clamp_max(len(climb)).tolist(), 0, len(climb), cut})
 
 
@@ -95,18 +116,24 @@ def _line(index: int, solution: Solution, curve: Tensor) -> dict[str, Any]:
     return _drawn(index, counts, [float(f"{error:.5g}") for error in errors], solution.prunable)
 
 
-def _forecast(index: int, outlook: Outlook, name: str) -> dict[str, Any]:
-    return _drawn(index, outlook.removed[name], outlook.errors[name], outlook.totals[name], dash="dot")
+def _forecast(index: int, preview: BudgetPreview, name: str) -> dict[str, Any]:
+    return _drawn(
+        index, preview.removed[name], preview.errors[name], preview.totals[name], dash="dot"
+    )
 
 
-def _drawn(index: int, counts: Sequence[int], errors: Sequence[float], total: int, dash: str = "solid") -> dict[str, Any]:
+def _drawn(
+    index: int, counts: Sequence[int], errors: Sequence[float], total: int, dash: str = "solid"
+) -> dict[str, Any]:
     removed = [round(_removed(count, total), 3) for count in counts]
     return {
         "type": "scatter",
         "mode": "lines",
         "x": removed,
         "y": [positive(error) for error in errors],
-        "hovertext": [f"{x:g} % removed<br>{number(error)}" for x, error in zip(removed, errors, strict=True)],
+        "hovertext": [
+            f"{x:g} % removed<br>{number(error)}" for x, error in zip(removed, errors, strict=True)
+        ],
         "line": {"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
     }
 

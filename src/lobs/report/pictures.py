@@ -32,8 +32,8 @@ class _ReachedError(LobsError):
 def pixels_read(model: nn.Module, example: Tensor) -> Tensor | None:
     """By pixel, the share of the first layer's uses of it that still have a weight; NaN where it never had any.
 
-    None where the inputs are not pictures. The layer's inputs are followed back to the image by differentiating, so that any
-    flattening, padding or normalising in between is seen through.
+    None where the inputs are not pictures. The layer's inputs are followed back to the image by
+    differentiating, so that any flattening, padding or normalising in between is seen through.
     """
     if not is_picture(example):
         return None
@@ -44,13 +44,20 @@ def pixels_read(model: nn.Module, example: Tensor) -> Tensor | None:
             return None
         layer, x = found
         mask = layer.unfolded(layer.weight.detach() != 0).sum(dim=1, keepdim=True).to(x.dtype)
-        kept, all_of_it = (_reads(layer, x, image, m) for m in (mask, torch.full_like(mask, layer.rows)))
+        kept, all_of_it = (
+            _reads(layer, x, image, m) for m in (mask, torch.full_like(mask, layer.rows))
+        )
     return kept if all_of_it is None or kept is None else kept / all_of_it
 
 
 def is_picture(example: Any) -> bool:
     """A batch of images: one to four channels, and large enough to look at."""
-    if not isinstance(example, Tensor) or example.dim() != 4 or not example.is_floating_point() or not len(example):
+    if (
+        not isinstance(example, Tensor)
+        or example.dim() != 4
+        or not example.is_floating_point()
+        or not len(example)
+    ):
         return False
     return example.shape[1] <= 4 and min(example.shape[2:]) >= 4
 
@@ -103,7 +110,11 @@ def pixels(runs: Sequence[Run]) -> dict[str, Any] | None:
         return None
     small = _shrunk(mean)
     span = float(small.max() - small.min()) or 1.0
-    return {"mean": _bytes(255 * (small - small.min()) / span), "size": list(small.shape), "runs": drawn}
+    return {
+        "mean": _bytes(255 * (small - small.min()) / span),
+        "size": list(small.shape),
+        "runs": drawn,
+    }
 
 
 def _picture(run: Run, share: Tensor) -> dict[str, Any]:
@@ -129,13 +140,22 @@ def gallery(runs: Sequence[Run]) -> list[dict[str, Any]]:
     dense = next((weights(run.dense) for run in runs if run.dense is not None), None)
     sheets = [("dense", dense), *states] if dense is not None else states
     layers = {layer.name: layer for run in runs for layer in run.pruning.layers}
-    found = [_sheets(layer, [(label, state) for label, state in sheets if state is not None]) for layer in layers.values()]
+    found = [
+        _sheets(layer, [(label, state) for label, state in sheets if state is not None])
+        for layer in layers.values()
+    ]
     return [sheet for sheet in found if sheet is not None]
 
 
-def _sheets(layer: LayerResult, states: Sequence[tuple[str, Mapping[str, Tensor]]]) -> dict[str, Any] | None:
+def _sheets(
+    layer: LayerResult, states: Sequence[tuple[str, Mapping[str, Tensor]]]
+) -> dict[str, Any] | None:
     name = next(iter(layer.parameters), "")
-    tensors = [(label, state[name]) for label, state in states if name in state and state[name].shape == layer.shape]
+    tensors = [
+        (label, state[name])
+        for label, state in states
+        if name in state and state[name].shape == layer.shape
+    ]
     if len(layer.shape) != 4 or math.prod(layer.shape[2:]) < 2 or not tensors:
         return None
     channels = min(layer.shape[1], _CHANNELS)
@@ -156,11 +176,13 @@ def _sheets(layer: LayerResult, states: Sequence[tuple[str, Mapping[str, Tensor]
 def _shown_part(layer: LayerResult, filters: int, channels: int) -> str:
     if (filters, channels) == layer.shape[:2]:
         return f"All {filters} filters of {channels} channel{'s' * (channels > 1)}."
-    return f"The first {filters} of {layer.shape[0]} filters, {channels} of {layer.shape[1]} channels."
+    return (
+        f"The first {filters} of {layer.shape[0]} filters, {channels} of {layer.shape[1]} channels."
+    )
 
 
 def pruned_network(run: Run) -> nn.Module | Mapping[str, Tensor] | None:
-    """The network after, or its state dict; a `Pruning` carries it."""
+    """The network after, or its state dict; a `PruningResult` carries it."""
     return run.pruned if run.pruned is not None else getattr(run.pruning, "model", None)
 
 

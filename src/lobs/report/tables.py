@@ -40,7 +40,10 @@ def headline(runs: Sequence[Run]) -> list[Column]:
     """What to compare runs by."""
     results = [run.pruning for run in runs]
     kept = [f"{x.kept:,} ({percent(x.kept_fraction)})" for x in results]
-    measured, bound = [x.certificate.measured for x in results], [x.certificate.bound for x in results]
+    measured, bound = (
+        [x.certificate.measured for x in results],
+        [x.certificate.bound for x in results],
+    )
     held_out = [x.certificate.held_out for x in results]
     errors = [x.error for x in results]
     tested = any(run.error_before is not None or run.error_after is not None for run in runs)
@@ -64,7 +67,11 @@ def _tests(runs: Sequence[Run]) -> Column:
     texts = [f"{fixed(run.error_before)} → {fixed(run.error_after)}" for run in runs]
     if len({run.metric for run in runs}) == 1:
         return Column(runs[0].metric, [run.error_after for run in runs], texts)
-    return Column("test", [None] * len(runs), [f"{text} {run.metric}" for text, run in zip(texts, runs, strict=True)])
+    return Column(
+        "test",
+        [None] * len(runs),
+        [f"{text} {run.metric}" for text, run in zip(texts, runs, strict=True)],
+    )
 
 
 def side_by_side(runs: Sequence[Run]) -> dict[str, list[LayerResult | None]]:
@@ -76,7 +83,9 @@ def side_by_side(runs: Sequence[Run]) -> dict[str, list[LayerResult | None]]:
 
 def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Every setting by name: one value where all runs agree, else one a run. Trials have a table of their own."""
-    names = dict.fromkeys(key for run in runs for key in run.pruning.settings if not (key == "trials" and trials(run)))
+    names = dict.fromkeys(
+        key for run in runs for key in run.pruning.settings if not (key == "trials" and trials(run))
+    )
     rows = {name: [str(run.pruning.settings.get(name, "–")) for run in runs] for name in names}
     return {name: values if len(set(values)) > 1 else values[:1] for name, values in rows.items()}
 
@@ -87,7 +96,12 @@ def trials(run: Run) -> list[list[str]]:
     total = max(1, run.pruning.total)
     try:
         return [
-            [f"{int(t['kept']):,}", percent(int(t["kept"]) / total), number(float(t["score"])), number(float(t["drop"]))]
+            [
+                f"{int(t['kept']):,}",
+                percent(int(t["kept"]) / total),
+                number(float(t["score"])),
+                number(float(t["drop"])),
+            ]
             for t in (found if isinstance(found, list) else [])
         ]
     except (KeyError, TypeError, ValueError, OverflowError):  # a file may say anything

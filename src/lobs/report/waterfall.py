@@ -1,7 +1,8 @@
 """The error ledger as a waterfall: what each layer adds to the deviation, what it mends, and what is left at the end.
 
-Where layers were pruned on their own inputs, the steps are the terms of the proved bound and end in it. With asymmetric inputs
-every layer's whole deviation was measured, relative to its output; the steps are then its rises and falls from layer to layer.
+Where layers were pruned on their own inputs, the steps are the terms of the proved bound and end in
+it. With asymmetric inputs every layer's whole deviation was measured, relative to its output; the
+steps are then its rises and falls from layer to layer.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def _drawn(steps: list[Step], title: str) -> Figure:
         "hovertext": [shown(step.name) + "<br>" + _words(step) for step in steps],
         "text": [_words(step) for step in steps],
         "textposition": "none",
-        "marker": {"color": [NEUTRAL if s.level else RISES if s.stop >= s.start else FALLS for s in steps]},
+        "marker": {
+            "color": [NEUTRAL if s.level else RISES if s.stop >= s.start else FALLS for s in steps]
+        },
     }
     return figure([bars], height(len(steps), 1), axis(title, rangemode="tozero"), rows_of(labels))
 

@@ -55,7 +55,9 @@ def short_names(names: Sequence[str], limit: int = 24) -> list[str]:
     """
     long = [name.split(".") for name in names if len(name) > limit]
     head, tail = _shared(long), _shared([parts[::-1] for parts in long])
-    return [name if len(name) <= limit else _cut(name.split("."), head, tail, limit) for name in names]
+    return [
+        name if len(name) <= limit else _cut(name.split("."), head, tail, limit) for name in names
+    ]
 
 
 def _shared(names: Sequence[Sequence[str]]) -> int:

@@ -7,26 +7,39 @@ from dataclasses import replace
 import torch
 
 from lobs.errors import SolverError
-from lobs.solvers.problem import Problem, Solver, finish
-from lobs.solvers.solution import Solution
 from lobs.solvers.admm import ADMM
 from lobs.solvers.auto import Auto
-from lobs.solvers.column_sweep import Columns
-from lobs.solvers.greedy import DeletionPath, Exact
-from lobs.solvers.layerwise_obs import LOBS
-from lobs.solvers.refine import Refine
 from lobs.solvers.baselines import Scored
+from lobs.solvers.column_sweep import ColumnSweep
+from lobs.solvers.greedy import DeletionPath, GreedyOBS
+from lobs.solvers.layerwise_obs import LOBS
+from lobs.solvers.problem import Problem, Solver, finish
+from lobs.solvers.refine import Refine
+from lobs.solvers.solution import Solution
 from lobs.targets import ErrorBudget, Target, as_target
 
-__all__ = ["ADMM", "LOBS", "SOLVERS", "Auto", "Columns", "DeletionPath", "Exact", "Refine", "Scored", "as_solver", "solve"]
+__all__ = [
+    "ADMM",
+    "LOBS",
+    "SOLVERS",
+    "Auto",
+    "ColumnSweep",
+    "DeletionPath",
+    "GreedyOBS",
+    "Refine",
+    "Scored",
+    "as_solver",
+    "solve",
+]
 
-# The keys are the choices of the command line, and every entry is held to the laws in tests/laws.py.
+# The keys are the choices of the command line, and every entry is held to the laws in
+# tests/laws.py.
 SOLVERS: dict[str, Solver] = {
     "auto": Auto(),
-    "exact": Exact(),
-    "exact+refine": Refine(Exact()),
+    "greedy": GreedyOBS(),
+    "exact+refine": Refine(GreedyOBS()),
     "admm": ADMM(),
-    "columns": Columns(),
+    "columns": ColumnSweep(),
     "lobs": LOBS(),
     "lobs+refine": Refine(LOBS()),
     "magnitude": Scored("magnitude"),
@@ -48,20 +61,29 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
     """
     chosen = as_solver(solver)
     if not isinstance(problem, Problem):
-        raise SolverError(f"solve takes a Problem, not a {type(problem).__name__}; a whole network goes to lobs.prune.")
+        raise SolverError(
+            f"solve takes a Problem, not a {type(problem).__name__}; a whole network goes to "
+            "lobs.prune."
+        )
     missing = [need for need in sorted(chosen.needs) if getattr(problem, need) is None]
     if missing:
         raise SolverError(
-            f"{problem.name}: solver {solver!r} is not compatible with this problem: missing {', '.join(missing)}. "
+            f"{problem.name}: solver {solver!r} is not compatible with this problem: missing "
+            f"{', '.join(missing)}. "
             f"Pass it to Problem, or collect statistics with lobs.collect."
         )
     wanted = as_target(target)
     if problem.prunable == 0:  # no rows, or nothing but biases: there is nothing to choose
-        return finish(problem, problem.weight.to(torch.float64), torch.ones_like(problem.weight, dtype=torch.bool))
+        return finish(
+            problem,
+            problem.weight.to(torch.float64),
+            torch.ones_like(problem.weight, dtype=torch.bool),
+        )
     found = problem.given_back(chosen(problem, wanted))
     if problem.units is None or not isinstance(wanted, ErrorBudget):
         return found
-    # A wide layer's weights are rounded to its own type after the choice, which may cost the last hundredth.
+    # A wide layer's weights are rounded to its own type after the choice, which may cost the last
+    # hundredth.
     limit, epsilon = wanted.limit(problem.energy), float(wanted.epsilon)  # type: ignore[arg-type]  # one layer's is a number
     while found.removed and found.error > limit:
         epsilon *= 0.97
@@ -78,5 +100,6 @@ def as_solver(solver: str | Solver) -> Solver:
     if isinstance(solver, Solver) and not isinstance(solver, type):
         return solver
     raise SolverError(
-        f"{solver!r} is not a solver: it needs a `needs` set and to be callable on (problem, target); give an instance."
+        f"{solver!r} is not a solver: it needs a `needs` set and to be callable on (problem, "
+        "target); give an instance."
     )

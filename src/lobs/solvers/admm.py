@@ -1,13 +1,16 @@
 """Alternating directions with a hard count: a good support for the price of 56 matrix products.
 
-min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, V with so many zeros: X = (WG + ρ(V−U))(G + ρI)⁻¹, V = the largest of X + U, U ← X
-+ U − V, with a penalty ρ that grows until the support stands still (the idea of ALPS, Meng et al. 2024). Two things differ:
+min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, V with so many zeros: X = (WG + ρ(V−U))(G + ρI)⁻¹, V =
+the largest of X + U, U ← X + U − V, with a penalty ρ that grows until the support stands still (the
+idea of ALPS, Meng et al. 2024). Two things differ:
 
-- **Units.** What is large depends on the units that a column's weights are given in. Columns of equal energy, as usual, make a
-  weight as important as its share of the output. But what its removal costs, once the others have made good what they can, is
-  w² times the share of the column's energy that the other columns kept cannot explain. So units are those in which this
-  independence is the same for all columns, looked at on some rows' supports: first by size, then as they have become. The first
-  ρ goes by its mean. That alone takes up to a fifth off the error of real layers (`benchmarks/admm_units.py`).
+- **Units.** What is large depends on the units that a column's weights are given in. Columns of
+  equal energy, as usual, make a weight as important as its share of the output. But what its
+  removal costs, once the others have made good what they can, is w² times the share of the column's
+  energy that the other columns kept cannot explain. So units are those in which this independence
+  is the same for all columns, looked at on some rows' supports: first by size, then as they have
+  become. The first ρ goes by its mean. That alone takes up to a fifth off the error of real layers
+  (`benchmarks/admm_units.py`).
 - Few values of ρ with one Cholesky each instead of an eigendecomposition.
 """
 
@@ -32,18 +35,25 @@ from lobs.solvers.solution import Solution
 from lobs.solvers.least_squares import on_support, stacked, typical_independence
 from lobs.targets import Target
 
-_SAMPLE = 100_000  # weights that a threshold is taken from: enough for a hundredth of those kept at 95 %
+_SAMPLE = (
+    100_000  # weights that a threshold is taken from: enough for a hundredth of those kept at 95 %
+)
 _TYPICAL, _AGAIN = 2, 2  # so many rows stand for all; the penalty at which they are looked at again
-_PENALTY, _LEAST, _MOST = 0.25, 0.004, 0.08  # first ρ: a share of the mean independence, within limits
+_PENALTY, _LEAST, _MOST = (
+    0.25,
+    0.004,
+    0.08,
+)  # first ρ: a share of the mean independence, within limits
 
 
 @dataclass(frozen=True)
 class ADMM:
     """Alternating directions, then least squares on the support found.
 
-    Time `penalties` · (d³ + `steps` · rows·d²) multiply-adds, memory of two d×d matrices and seven copies of the weight. By ε
-    it searches the count, about a dozen runs. Runs in float32 unless the weights are float64. `penalty` is the first one; by
-    default it goes by how independent the columns are. `units` are those of equal cost or, as usual elsewhere, equal energy.
+    Time `penalties` · (d³ + `steps` · rows·d²) multiply-adds, memory of two d×d matrices and seven
+    copies of the weight. By ε it searches the count, about a dozen runs. Runs in float32 unless the
+    weights are float64. `penalty` is the first one; by default it goes by how independent the
+    columns are. `units` are those of equal cost or, as usual elsewhere, equal energy.
     """
 
     penalty: float | None = None
@@ -56,13 +66,21 @@ class ADMM:
     def __post_init__(self) -> None:
         positive = self.penalty is None or self.penalty > 0
         if not (positive and self.growth > 1 and self.penalties >= 1 and self.steps >= 1):
-            raise SolverError(f"{self!r}: penalty must be positive, growth over 1, penalties and steps at least 1.")
+            raise SolverError(
+                f"{self!r}: penalty must be positive, growth over 1, penalties and steps at least "
+                "1."
+            )
         if self.units not in ("cost", "energy"):
             raise SolverError(f"{self!r}: units are 'cost' or 'energy'.")
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""
-        count = choose_count(problem, target, lambda k: self.at(problem, k).error, step=max(1, problem.prunable // 1000))
+        count = choose_count(
+            problem,
+            target,
+            lambda k: self.at(problem, k).error,
+            step=max(1, problem.prunable // 1000),
+        )
         return self.at(problem, count)
 
     @staticmethod
@@ -84,10 +102,13 @@ class ADMM:
         scale = (importance * units).clamp_min(torch.finfo(w.dtype).tiny)
         return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / scale
 
-    def alternate(self, gram: Tensor, w: Tensor, largest: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def alternate(
+        self, gram: Tensor, w: Tensor, largest: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """The last X + U, whose `largest` are the weights to keep, and the units of its columns.
 
-        `gram` is (groups, d, d), `w` (groups, rows, d); `largest` gives the mask of those that a pattern or a count leaves.
+        `gram` is (groups, d, d), `w` (groups, rows, d); `largest` gives the mask of those that a
+        pattern or a count leaves.
         """
         pull = w @ gram
         keep = before = largest(w)
@@ -103,9 +124,15 @@ class ADMM:
                     units, v, dual = units * change, v * change, dual * change
                     wanted = pull / units
                 if turn == 0:
-                    rho = self.penalty or min(_MOST, max(_LEAST, _PENALTY * float(independence.log().mean().exp())))
+                    rho = self.penalty or min(
+                        _MOST, max(_LEAST, _PENALTY * float(independence.log().mean().exp()))
+                    )
                 inverse = linalg.try_ridge_inverse(matrix.div_(units).div_(units.mT), rho)
-                if inverse is None:  # units so far apart that these digits do not hold the matrix: equal energy always does
+                if (
+                    inverse is None
+                    # units so far apart that these digits do not hold the matrix: equal energy always
+                    # does
+                ):
                     v, dual, wanted, units = v / units, dual / units, pull, even
                     del matrix
                     matrix = fresh()

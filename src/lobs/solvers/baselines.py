@@ -33,7 +33,9 @@ class Scored:
 
     def __post_init__(self) -> None:
         if self.score not in ("random", *_SCORES):
-            raise SolverError(f"unknown score '{self.score}'. There are: random, {', '.join(_SCORES)}.")
+            raise SolverError(
+                f"unknown score '{self.score}'. There are: random, {', '.join(_SCORES)}."
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -42,7 +44,11 @@ class Scored:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Solve; see the class."""
-        values = scores.random(problem, self.seed) if self.score == "random" else _SCORES[self.score](problem)
+        values = (
+            scores.random(problem, self.seed)
+            if self.score == "random"
+            else _SCORES[self.score](problem)
+        )
         shape = tuple(problem.weight.shape)
         order = removal_order(values, problem.protected)
         weight = problem.weight.to(torch.float64)

@@ -17,7 +17,8 @@ _RIDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 _PANEL = 32
 # Rows and columns from which a singular value decomposition takes minutes.
 _LARGE = 1024
-# How many numbers are squared at a time, which stay in the cache; below which sum squares have lost digits in float32.
+# How many numbers are squared at a time, which stay in the cache; below which sum squares have lost
+# digits in float32.
 _PIECE, _LEAST = 2**20, 1e-30
 
 
@@ -60,7 +61,9 @@ def inverses(grams: Tensor) -> tuple[Tensor, Tensor]:
     """Invert a batch of symmetric matrices, and say which were positive definite; the inverses of others mean nothing."""
     factor, info = torch.linalg.cholesky_ex(grams)
     if bool(info.any()):  # what is no factor cannot be inverted; its place is kept
-        factor = torch.where((info == 0)[:, None, None], factor, torch.eye(grams.shape[-1]).to(factor))
+        factor = torch.where(
+            (info == 0)[:, None, None], factor, torch.eye(grams.shape[-1]).to(factor)
+        )
     inverse = torch.cholesky_inverse(factor)
     return inverse, (info == 0) & torch.isfinite(inverse).all(dim=-1).all(dim=-1)
 
@@ -79,7 +82,8 @@ def conjugate_gradients(
 ) -> Tensor:
     """Approach least squares on a support for all rows at once from `start`: one product of rows·d² a step.
 
-    `gram` may carry a leading group dimension. Ends early when every row's gradient has fallen by `tolerance`.
+    `gram` may carry a leading group dimension. Ends early when every row's gradient has fallen by
+    `tolerance`.
     """
     v = torch.where(mask, start, 0.0)
     residual = torch.where(mask, (weight - v) @ gram, 0.0)
@@ -101,8 +105,9 @@ def conjugate_gradients(
 def equilibrate(moment: Tensor, ridge: float) -> Tensor:
     """Bring a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq.
 
-    Columns that are dead or nearly so have a scale of a thousandth of the mean at least: their own energy then counts for less
-    than the ridge, and nobody gives them enormous weights. For matrices of which one more copy would not fit.
+    Columns that are dead or nearly so have a scale of a thousandth of the mean at least: their own
+    energy then counts for less than the ridge, and nobody gives them enormous weights. For matrices
+    of which one more copy would not fit.
     """
     energy = moment.diagonal().clamp_min(0.0).clone()
     floor = max(1e-6 * float(energy.mean()), torch.finfo(moment.dtype).tiny)
@@ -137,7 +142,9 @@ def try_ridge_inverse(gram: Tensor, penalty: float) -> Tensor | None:
 def ridge_solve_in_place(gram: Tensor, right: Tensor) -> Tensor:
     """R G⁻¹ for a positive definite G, which is lost, row by row."""
     factor = _factor_in_place(gram)
-    return torch.cat([torch.cholesky_solve(rows.mT, factor).mT for rows in torch.split(right, 1024)])
+    return torch.cat(
+        [torch.cholesky_solve(rows.mT, factor).mT for rows in torch.split(right, 1024)]
+    )
 
 
 def upper_factor_of_inverse(gram: Tensor, penalty: float) -> Tensor:
@@ -158,7 +165,8 @@ def _check_definite(info: int, columns: int) -> None:
     """Raise where a factorisation says that it could not go on."""
     if info:
         raise ProblemError(
-            f"a moment of {columns} columns is not positive definite from column {info} on. Use more data, or damping."
+            f"a moment of {columns} columns is not positive definite from column {info} on. Use "
+            "more data, or damping."
         )
 
 
@@ -173,7 +181,10 @@ def unexplained(gram: Tensor, support: Tensor) -> Tensor:
     """Which share of every column's energy the (other) columns of a support cannot explain; at least 1e-7."""
     lines = gram.index_select(0, support)
     factor, info = torch.linalg.cholesky_ex(lines.index_select(1, support))
-    if int(info) != 0:  # rounded to float32 a nearly singular matrix may be none: what it lacks is within the rounding
+    if (
+        int(info) != 0
+        # rounded to float32 a nearly singular matrix may be none: what it lacks is within the rounding
+    ):
         lines = lines.double()
         for ridge in _RIDGES:
             square = lines.index_select(1, support)
@@ -191,8 +202,8 @@ def unexplained(gram: Tensor, support: Tensor) -> Tensor:
 class Eliminated:
     """A batch of least-squares problems with the variables F taken out: they take their best values whatever the others do.
 
-    Holds the Cholesky factor L of G_FF (of `factor` only the lower triangle counts) and Y = L⁻¹[G_FU c_F], for others U and
-    linear terms c.
+    Holds the Cholesky factor L of G_FF (of `factor` only the lower triangle counts) and Y =
+    L⁻¹[G_FU c_F], for others U and linear terms c.
     """
 
     factor: Tensor
@@ -202,8 +213,8 @@ class Eliminated:
     def from_lines(cls, lines: Tensor) -> Eliminated | None:
         """From G_FF over [G_FU c_F]ᵀ, (rows, f + u + 1, f), which is overwritten; None where float32 cannot hold a G_FF.
 
-        Some columns at a time, so that nearly all of the work is matrix products: LAPACK's Cholesky and triangular solves
-        take up to half as long again on matrices of this size.
+        Some columns at a time, so that nearly all of the work is matrix products: LAPACK's Cholesky
+        and triangular solves take up to half as long again on matrices of this size.
         """
         f = lines.shape[2]
         eye = torch.eye(_PANEL, dtype=lines.dtype, device=lines.device).expand(len(lines), -1, -1)
@@ -220,7 +231,10 @@ class Eliminated:
             panel[:, :width] = corner
         if not bool(held.all()):
             if lines.dtype == torch.float64:
-                raise ProblemError("a row's own part of a moment is not positive definite. Use more data, or damping.")
+                raise ProblemError(
+                    "a row's own part of a moment is not positive definite. Use more data, or "
+                    "damping."
+                )
             return None
         return cls(lines[:, :f], lines[:, f:].mT)
 
@@ -249,7 +263,9 @@ def block_costs(blocks: Tensor, weight: Tensor) -> Tensor:
 
 def solve_lower(matrix: Tensor, right: Tensor) -> Tensor:
     """L⁻¹R for the Cholesky factor L of a positive definite matrix; the whole loss of a block is a square in these terms."""
-    solved: Tensor = torch.linalg.solve_triangular(torch.linalg.cholesky(matrix), right, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(matrix), right, upper=False
+    )
     return solved
 
 
@@ -268,7 +284,8 @@ def spd_solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
     """Invert Ψ by the paper's recursion: A ← A − (A y yᵀ A)/(n + yᵀ A y) from A = αI; ends at (Ψ + I/α)⁻¹.
 
-    Kept as the bridge to the paper (`lobs.solvers.metric.metric` with λ = 1/α is the same matrix at a fraction of the cost).
+    Kept as the bridge to the paper (`lobs.solvers.metric.metric` with λ = 1/α is the same matrix at
+    a fraction of the cost).
     """
     n, d = samples.shape
     a = torch.eye(d, dtype=torch.float64, device=samples.device) * alpha

@@ -1,10 +1,12 @@
 r"""Swaps: make a support better by exchanging weights until no exchange helps.
 
-For one row with support S, only the weakest weights inside and the most wanted outside can take part in a useful swap. They
-form the row's pool U. Eliminating the rest, F = S \\ U, which always takes its best values, leaves an exact least-squares
-problem in the |U| variables of the pool, small enough to look at *every* add-one-drop-one swap, with all surviving weights
-re-optimised; and rows trade with each other (`kernels.improve`). So the error never grows. A round costs a Cholesky of |S|³/3
-flops and |S|²·|U| a row: at 90 % sparsity a hundredth of the exact greedy's d³/3. The factors also give the row's best weights.
+For one row with support S, only the weakest weights inside and the most wanted outside can take
+part in a useful swap. They form the row's pool U. Eliminating the rest, F = S \\ U, which always
+takes its best values, leaves an exact least-squares problem in the |U| variables of the pool, small
+enough to look at *every* add-one-drop-one swap, with all surviving weights re-optimised; and rows
+trade with each other (`kernels.improve`). So the error never grows. A round costs a Cholesky of
+|S|³/3 flops and |S|²·|U| a row: at 90 % sparsity a hundredth of the exact greedy's d³/3. The
+factors also give the row's best weights.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from lobs.solvers import kernels
 from lobs.solvers import linalg
 
 from lobs._system import memory
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.solvers.kernels.rows import apart, by_rows, listed, restrict
 from lobs.solvers.problem import Problem
 from lobs.solvers.least_squares import single_precision, stacked, typical_independence
@@ -28,7 +30,8 @@ from lobs.solvers.least_squares import single_precision, stacked, typical_indepe
 _POOL = 128  # at most so many on either side; more finds little more
 _LEAST_POOL = 32
 _SHARE = 3  # times the root of what a row keeps: more find more, but what they cost grows faster
-# What a round takes, in multiply-adds of a product that take as long: by those of the elimination, by a pool's cube, by row.
+# What a round takes, in multiply-adds of a product that take as long: by those of the elimination,
+# by a pool's cube, by row.
 _ELIMINATING, _SEARCHING, _ROW = 1.5, 3, 1e6
 _ENOUGH = 0.1  # moves a row below which another round is not worth its factorisations
 _BATCH_BYTES = 2**29  # of pools, and of factors where at least _TOGETHER rows' fit
@@ -69,20 +72,24 @@ def swap(
     size = size if size > 0 else 1.0
     weight = weight / size
     kept = mask.view(weight.shape).clone(memory_format=torch.contiguous_format)
-    crew().tell(kept)  # another kind of processor may have chosen otherwise where two weights are as good
+    process_group().broadcast(
+        kept
+    )  # another kind of processor may have chosen otherwise where two weights are as good
     groups = [_Rows(problem, g, size, kept[g], late, backend) for g in range(len(weight))]
     values, first = weight if near is None else near / size, 0.0
     for turn in range(max(1, rounds)):
         if turn == 0 or not all(group.remembers for group in groups):
             steps = _STEPS if near is None or turn else _FEW
-            values = linalg.conjugate_gradients(gram, weight, kept, values.to(weight), steps=steps, tolerance=1e-2)
+            values = linalg.conjugate_gradients(
+                gram, weight, kept, values.to(weight), steps=steps, tolerance=1e-2
+            )
             values = values.to(problem.metrics[0].gram.dtype)
         found = [group.exchange(v) for group, v in zip(groups, values, strict=True)]
         moves, gained = (sum(kind) for kind in zip(*found, strict=True))
         first = first if turn else gained
         if moves <= _ENOUGH * weight[..., 0].numel() or all(group.complete for group in groups):
             break
-        if late is not None and crew().hear(time.perf_counter() > late)[0]:
+        if late is not None and process_group().all_gather(time.perf_counter() > late)[0]:
             break
     return Exchanged(kept.view(mask.shape), values.mul_(size), first * size**2)
 
@@ -105,10 +112,18 @@ class _Rows:
     """The rows of one group and the exchange among them; `kept`, a mask (rows, d), is improved in place."""
 
     def __init__(
-        self, problem: Problem, group: int, size: float, kept: Tensor, late: float | None, backend: kernels.Backend
+        self,
+        problem: Problem,
+        group: int,
+        size: float,
+        kept: Tensor,
+        late: float | None,
+        backend: kernels.Backend,
     ) -> None:
         metric, weight = problem.metrics[group], problem.groups[group][0]
-        self.gram = metric.gram.to(torch.float32 if single_precision(metric, weight) else torch.float64)
+        self.gram = metric.gram.to(
+            torch.float32 if single_precision(metric, weight) else torch.float64
+        )
         self.linear = (metric.scaled(weight) / size).to(self.gram) @ self.gram
         self.kept, self.late, self.backend, self.name = kept, late, backend, problem.name
         self.importance = problem.importance[group]
@@ -131,24 +146,24 @@ class _Rows:
     def exchange(self, values: Tensor) -> tuple[float, float]:
         """One round of swaps in every row and trades among them; updates `values` if it can.
 
-        Returns the number of moves and what they took off the error. Batches know nothing of each other, so several processes
-        take turns at them.
+        Returns the number of moves and what they took off the error. Batches know nothing of each
+        other, so several processes take turns at them.
         """
-        pools, together, moves, gained = self._pools(values), crew(), 0.0, 0.0
+        pools, group, moves, gained = self._pools(values), process_group(), 0.0, 0.0
         active = self.active.nonzero().squeeze(1)
         batches = torch.tensor_split(active, max(1, -(-len(active) // self.batch)))
-        for rows in batches[together.rank :: together.size]:
+        for rows in batches[group.rank :: group.size]:
             if self.late is not None and time.perf_counter() > self.late:
                 break
             done = self._batch(rows, pools[rows], values)
             moves, gained = moves + done[0], gained + done[1]
-        if together.size == 1:
+        if group.size == 1:
             return moves, gained
         for turn, rows in enumerate(batches):
             told = self.kept[rows], self.active[rows], values[rows]
-            together.tell(*told, by=turn % together.size)
+            group.broadcast(*told, by=turn % group.size)
             self.kept[rows], self.active[rows], values[rows] = told
-        moves, gained = together.total(moves, gained)
+        moves, gained = group.sum_numbers(moves, gained)
         return moves, gained
 
     def _pools(self, values: Tensor) -> Tensor:
@@ -156,13 +171,23 @@ class _Rows:
         values = values.to(self.gram)
         residual = self.linear - values @ self.gram
         kept = self.kept[:, : self.free]
-        weakness = torch.where(kept, -(values.square() * self.independent)[:, : self.free], -torch.inf)
-        wanted = torch.where(kept, -torch.inf, (residual.square() / self.independent)[:, : self.free])
-        sides = torch.stack([side.topk(self.pool, dim=1).indices for side in (weakness, wanted)], dim=2)
+        weakness = torch.where(
+            kept, -(values.square() * self.independent)[:, : self.free], -torch.inf
+        )
+        wanted = torch.where(
+            kept, -torch.inf, (residual.square() / self.independent)[:, : self.free]
+        )
+        sides = torch.stack(
+            [side.topk(self.pool, dim=1).indices for side in (weakness, wanted)], dim=2
+        )
         # Both sides equally, as far as they reach; where one is short, more of the other.
         real = torch.stack([kept.gather(1, sides[..., 0]), ~kept.gather(1, sides[..., 1])], dim=2)
         place = torch.arange(2 * self.pool, device=real.device).expand(len(real), -1)
-        first = torch.where(real.flatten(1), place, place + 2 * self.pool).topk(self.pool, dim=1, largest=False).indices
+        first = (
+            torch.where(real.flatten(1), place, place + 2 * self.pool)
+            .topk(self.pool, dim=1, largest=False)
+            .indices
+        )
         return sides.flatten(1).gather(1, first)
 
     def _independence(self) -> Tensor:
@@ -189,7 +214,12 @@ class _Rows:
         by_rows(reduce, fixed.sum(dim=1), self.pool)
         inside = kept.gather(1, pools)
         moves, gained = kernels.improve(
-            square, left, inside, self.importance[rows].to(left), backend=self.backend, label=f"swaps {self.name}"
+            square,
+            left,
+            inside,
+            self.importance[rows].to(left),
+            backend=self.backend,
+            label=f"swaps {self.name}",
         )
         self.kept[rows] = kept.scatter(1, pools, inside)
         # A row that found nothing to change will hardly find something in the next round.
@@ -203,7 +233,9 @@ class _Rows:
         return moves, float((gained * self.importance[rows].to(gained)).sum())
 
 
-def _eliminated(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor) -> linalg.Eliminated:
+def _eliminated(
+    gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tensor
+) -> linalg.Eliminated:
     """Take the listed columns of every row out of its least-squares problem, for the pool's columns to decide."""
     lines = _lines(gram, linear, index, real, pool)
     # float32 can lose a nearly singular block that float64 holds

@@ -41,7 +41,15 @@ def mask_from_order(order: Tensor, count: int, shape: tuple[int, ...]) -> Tensor
 def broken_groups(weight: Tensor, target: NByM) -> int:
     """How many groups of an n:m pattern have more non-zeros than their n; rows first, convolutions with their kernels last."""
     rows = weight.detach().reshape(len(weight), -1)
-    group = torch.tensor(target.groups(rows.shape[1], math.prod(weight.shape[2:])), device=rows.device)
+    group = torch.tensor(
+        target.groups(rows.shape[1], math.prod(weight.shape[2:])), device=rows.device
+    )
     sizes = group.bincount()
-    kept = torch.zeros(len(rows), len(sizes), dtype=torch.int64, device=rows.device).index_add_(1, group, (rows != 0).long())
-    return int((kept > torch.tensor([n - target.quota(n) for n in sizes.tolist()], device=rows.device)).sum())
+    kept = torch.zeros(len(rows), len(sizes), dtype=torch.int64, device=rows.device).index_add_(
+        1, group, (rows != 0).long()
+    )
+    return int(
+        (
+            kept > torch.tensor([n - target.quota(n) for n in sizes.tolist()], device=rows.device)
+        ).sum()
+    )

@@ -1,9 +1,10 @@
 """A layer's moment made ready for solving: equilibrated, damped where it must be, inverted.
 
-Everything is done in float64 on the *equilibrated* moment C = S⁻¹(Ψ + λI)S⁻¹, S = diag(√(Ψ_qq + λ)). That is the
-same problem in other units (weights w·s): losses do not change, but a column that is nearly dead, or a moment of size
-1e30, no longer decides the precision of all the others. `1/[C⁻¹]_qq` is then the share of column q's energy that the
-other columns cannot explain, which makes "singular" a number a person can read.
+Everything is done in float64 on the *equilibrated* moment C = S⁻¹(Ψ + λI)S⁻¹, S = diag(√(Ψ_qq +
+λ)). That is the same problem in other units (weights w·s): losses do not change, but a column that
+is nearly dead, or a moment of size 1e30, no longer decides the precision of all the others.
+`1/[C⁻¹]_qq` is then the share of column q's energy that the other columns cannot explain, which
+makes "singular" a number a person can read.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch import Tensor
 from lobs.solvers import linalg
 from lobs.errors import ProblemError, caution
 
-# A column less than this share independent of the others is noise: moments are sums of float32 products.
+# A column less than this share independent of the others is noise: moments are sums of float32
+# products.
 _LEAST_INDEPENDENT = 1e-7
-# Columns that are collinear but nearly dead (an image's border) need next to nothing; a moment of few samples needs more.
+# Columns that are collinear but nearly dead (an image's border) need next to nothing; a moment of
+# few samples needs more.
 _LADDER = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-# From so many samples a column on Ψ is taken at its word; with fewer, its quiet directions are accidents of the samples, and
-# weights fitted to them fail on new data. Both constants by benchmarks/few_samples.py.
+# From so many samples a column on Ψ is taken at its word; with fewer, its quiet directions are
+# accidents of the samples, and weights fitted to them fail on new data. Both constants by
+# benchmarks/few_samples.py.
 _ENOUGH = 10
 _FOR_ONE_A_COLUMN, _FOR_HARDLY_ANY = 0.03, 0.3
 
@@ -34,13 +38,20 @@ class Metric:
     gram: Tensor
     scale: Tensor
     damping: float
-    least: float | None = None  # what independence is known to be at least, where the inverse was not worth its memory
+    least: float | None = (
+        # what independence is known to be at least, where the inverse was not worth its memory
+        None
+    )
     known_inverse: Tensor | None = field(default=None, repr=False)
 
     @property
     def inverse(self) -> Tensor:
         """The inverse of `gram`, computed anew where it is not kept."""
-        return linalg.ridge_inverse(self.gram, 0.0) if self.known_inverse is None else self.known_inverse
+        return (
+            linalg.ridge_inverse(self.gram, 0.0)
+            if self.known_inverse is None
+            else self.known_inverse
+        )
 
     @property
     def independence(self) -> float:
@@ -60,7 +71,9 @@ class Metric:
         """Return to the layer's own units; kept weights on dead inputs, which have no scale, stay as they were."""
         dead = self.scale == 0
         same = dead | mask.all(dim=-1, keepdim=True)  # rows that lost nothing come back to the bit
-        out = torch.where(same, weight.to(self.gram.dtype), scaled / torch.where(dead, 1.0, self.scale))
+        out = torch.where(
+            same, weight.to(self.gram.dtype), scaled / torch.where(dead, 1.0, self.scale)
+        )
         return torch.where(mask, out, 0.0)
 
 
@@ -75,13 +88,16 @@ def metric(
 ) -> Metric:
     """Equilibrate and invert Ψ + λI.
 
-    `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined and of enough `samples`. Where there are
-    few, and no `first`, it is `few_samples` × the mean energy of all but `protected` columns. Where Ψ is singular all the same,
-    the smallest of (1e-9, 1e-6, 1e-5, …) × mean(diag Ψ), and not less than `first`, that mends that. That, and fewer samples
-    than columns, is announced by a `NumericalWarning`. Dead columns (Ψ_qq = 0) need no damping: they get scale 0, so
-    deleting them costs exactly nothing. Costs d³ flops and three d×d float64 matrices.
+    `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined and of enough
+    `samples`. Where there are few, and no `first`, it is `few_samples` × the mean energy of all but
+    `protected` columns. Where Ψ is singular all the same, the smallest of (1e-9, 1e-6, 1e-5, …) ×
+    mean(diag Ψ), and not less than `first`, that mends that. That, and fewer samples than columns,
+    is announced by a `NumericalWarning`. Dead columns (Ψ_qq = 0) need no damping: they get scale 0,
+    so deleting them costs exactly nothing. Costs d³ flops and three d×d float64 matrices.
     """
-    return metrics(moment.unsqueeze(0), damping, first=first, protected=protected, name=name, samples=samples)[0]
+    return metrics(
+        moment.unsqueeze(0), damping, first=first, protected=protected, name=name, samples=samples
+    )[0]
 
 
 def metrics(
@@ -98,13 +114,15 @@ def metrics(
     if psi.shape[-1] > protected and not bool(own_energy(psi, protected).any()):
         seen = "" if samples is None else f" of {samples} samples"
         caution(
-            f"{name}: all inputs{seen} are zero, so that any weight may go. Check the data, and what earlier layers keep.",
+            f"{name}: all inputs{seen} are zero, so that any weight may go. Check the data, and "
+            "what earlier layers keep.",
             f"{name} is dead",
         )
     if damping is not None:
         given = _try(psi, [damping] * len(psi))
         return [_given(p, m, damping, name) for p, m in zip(psi, given, strict=True)]
-    # Who says where damping starts is not second-guessed: the published method is damped as published.
+    # Who says where damping starts is not second-guessed: the published method is damped as
+    # published.
     share = 0.0 if first else few_samples(psi.shape[-1], samples)
     start = (share * own_energy(psi, protected)).tolist()
     found = _try(psi, start)
@@ -118,7 +136,9 @@ def metrics(
     if helped:
         worst = max(helped, key=lambda g: chosen[g].damping)
         where = f" in {len(helped)} of {len(psi)} groups" if len(psi) > 1 else ""
-        caution(_helped(psi[worst], chosen[worst].damping, name, samples, where), f"{name} is singular")
+        caution(
+            _helped(psi[worst], chosen[worst].damping, name, samples, where), f"{name} is singular"
+        )
     return chosen
 
 
@@ -139,7 +159,8 @@ def _given(psi: Tensor, found: Metric | None, damping: float, name: str) -> Metr
     if found is None:
         least = 1e-6 * float(psi.diagonal().mean())
         raise ProblemError(
-            f"{name}: Ψ + {damping:g}·I is not positive definite. Use damping ≥ {least:.1e}, or leave it out to have it chosen."
+            f"{name}: Ψ + {damping:g}·I is not positive definite. Use damping ≥ {least:.1e}, or "
+            "leave it out to have it chosen."
         )
     return found
 
@@ -152,7 +173,9 @@ def _climb(psi: Tensor, first: float, name: str) -> Metric:
         if found is not None and found.sound:
             return found
     most = max(_LADDER[-1] * size, first)
-    raise ProblemError(f"{name}: Ψ is not positive semi-definite: even damping {most:.1e} does not help.")
+    raise ProblemError(
+        f"{name}: Ψ is not positive semi-definite: even damping {most:.1e} does not help."
+    )
 
 
 def _try(psi: Tensor, damping: Sequence[float]) -> list[Metric | None]:

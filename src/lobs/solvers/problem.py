@@ -31,17 +31,23 @@ class Problem:
     Args:
         weight: W, (rows, columns) or (groups, rows, columns).
         moment: Ψ = (1/n) Y Yᵀ, (columns, columns) or (groups, columns, columns).
-        bias_column: the last column multiplies the constant 1; it is never removed but helps to compensate.
+        bias_column: the last column multiplies the constant 1; it is never removed but helps to
+            compensate.
         mean: mean input, (columns,) or (groups, columns); only `apozw` needs it.
-        curvature: diagonal of the loss's curvature in the weight's shape; only `obd-fisher` needs it.
+        curvature: diagonal of the loss's curvature in the weight's shape; only `obd-fisher` needs
+            it.
         samples: how many inputs Ψ averages; with fewer than ten a column it is damped.
-        damping: λ added to Ψ's diagonal; None lets `lobs.solvers.metric` choose, 0 unless Ψ is singular or of few samples.
-        row_weight: how much each row's error matters when rows compete for what may stay, (rows,) or (groups, rows); it decides
-            which weights go, while errors are still counted plainly.
-        positions: how many columns in a row belong to one input channel: the size of a convolution's kernel.
+        damping: λ added to Ψ's diagonal; None lets `lobs.solvers.metric` choose, 0 unless Ψ is
+            singular or of few samples.
+        row_weight: how much each row's error matters when rows compete for what may stay, (rows,)
+            or (groups, rows); it decides which weights go, while errors are still counted plainly.
+        positions: how many columns in a row belong to one input channel: the size of a
+            convolution's kernel.
         name: what messages call the layer.
-        ridge: what every entry of Ψ's diagonal holds beside Ψ; it is taken off errors again. For moments too large to copy.
-        units: what the layer's own weights were multiplied by, column by column; `solve` takes it off solutions again.
+        ridge: what every entry of Ψ's diagonal holds beside Ψ; it is taken off errors again. For
+            moments too large to copy.
+        units: what the layer's own weights were multiplied by, column by column; `solve` takes it
+            off solutions again.
         kind: the type of the layer's own weights, where these are of another.
 
     >>> w = torch.tensor([[1.0, 2.0, 3.0]])
@@ -71,61 +77,93 @@ class Problem:
         w, psi = self.weight, self.moment
         for what, tensor in (("weight", w), ("moment", psi)):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
-                kind = "on the meta device" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-                raise ProblemError(f"{self.name}: {what} is {kind}; give a tensor that holds numbers.")
+                kind = (
+                    "on the meta device"
+                    if isinstance(tensor, Tensor)
+                    else f"a {type(tensor).__name__}"
+                )
+                raise ProblemError(
+                    f"{self.name}: {what} is {kind}; give a tensor that holds numbers."
+                )
         if w.dim() not in (2, 3) or psi.dim() != w.dim():
             raise ProblemError(
-                f"{self.name}: weight {tuple(w.shape)} and moment {tuple(psi.shape)} must be (rows, columns) and "
+                f"{self.name}: weight {tuple(w.shape)} and moment {tuple(psi.shape)} must be "
+                "(rows, columns) and "
                 f"(columns, columns), or both with a leading group dimension."
             )
         wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
         if tuple(psi.shape) != wanted:
-            raise ProblemError(f"{self.name}: moment has shape {tuple(psi.shape)}, weight asks for {wanted}.")
+            raise ProblemError(
+                f"{self.name}: moment has shape {tuple(psi.shape)}, weight asks for {wanted}."
+            )
         if w.shape[-1] == 0 or (w.dim() == 3 and w.shape[0] == 0):
-            raise ProblemError(f"{self.name}: weight {tuple(w.shape)} has no columns, or no groups.")
+            raise ProblemError(
+                f"{self.name}: weight {tuple(w.shape)} has no columns, or no groups."
+            )
         if not w.is_floating_point() or not psi.is_floating_point():
-            raise ProblemError(f"{self.name}: weight and moment must be floating point, not {w.dtype}, {psi.dtype}.")
+            raise ProblemError(
+                f"{self.name}: weight and moment must be floating point, not {w.dtype}, "
+                f"{psi.dtype}."
+            )
         for what, tensor in (("weight", w), ("moment", psi)):
             check_finite(self.name, what, tensor)
         self._check_extras()
         free = w.shape[-1] - self.protected
         if self.positions < 1 or free % self.positions:
-            raise ProblemError(f"{self.name}: {free} columns are not whole channels of {self.positions} positions each.")
+            raise ProblemError(
+                f"{self.name}: {free} columns are not whole channels of {self.positions} positions "
+                "each."
+            )
         self._check_moment()
         if not math.isfinite(self._most_energy()):
             raise ProblemError(
-                f"{self.name}: its output energy is beyond float64: weights reach {_largest(w):.1e}, Ψ "
+                f"{self.name}: its output energy is beyond float64: weights reach "
+                f"{_largest(w):.1e}, Ψ "
                 f"{_largest(psi):.1e}. Scale the inputs down."
             )
 
     def _check_extras(self) -> None:
         """What only some solvers look at must be right all the same: a NaN among scores would decide in silence."""
         w = self.weight
-        sizes = {"row_weight": w[..., 0].numel(), "curvature": w.numel(), "mean": w[..., 0, :].numel() if w.shape[-2] else None}
+        sizes = {
+            "row_weight": w[..., 0].numel(),
+            "curvature": w.numel(),
+            "mean": w[..., 0, :].numel() if w.shape[-2] else None,
+        }
         for what, size in sizes.items():
             tensor = getattr(self, what)
             if tensor is None:
                 continue
             if size is not None and tensor.numel() != size:
-                raise ProblemError(f"{self.name}: {what} has {tensor.numel()} entries, the weight asks for {size}.")
+                raise ProblemError(
+                    f"{self.name}: {what} has {tensor.numel()} entries, the weight asks for {size}."
+                )
             low = float("-inf") if what == "mean" else 0.0
             bad = int((~(torch.isfinite(tensor) & (tensor >= low))).sum())
             if bad:
                 fault = "NaN or infinite" if what == "mean" else "NaN, infinite or negative"
                 raise ProblemError(
-                    f"{self.name}: {what} has {bad} {fault} entries; it must be finite. Leave it out, or mend it."
+                    f"{self.name}: {what} has {bad} {fault} entries; it must be finite. Leave it "
+                    "out, or mend it."
                 )
         if self.curvature is not None and self.curvature.shape != w.shape:
-            raise ProblemError(f"{self.name}: curvature has shape {tuple(self.curvature.shape)}, weight {tuple(w.shape)}.")
+            raise ProblemError(
+                f"{self.name}: curvature has shape {tuple(self.curvature.shape)}, weight "
+                f"{tuple(w.shape)}."
+            )
         if self.damping is not None and not (self.damping >= 0 and math.isfinite(self.damping)):
-            raise ProblemError(f"{self.name}: damping is {self.damping:g}; it must be finite and not negative.")
+            raise ProblemError(
+                f"{self.name}: damping is {self.damping:g}; it must be finite and not negative."
+            )
 
     def _check_moment(self) -> None:
         psi = self.moment
         if psi.numel() == 0:
             return
         if float(psi.diagonal(dim1=-2, dim2=-1).min()) < 0:
-            raise ProblemError(f"{self.name}: Ψ has a negative diagonal; it must be a mean of outer products.")
+            raise ProblemError(
+                f"{self.name}: Ψ has a negative diagonal; it must be a mean of outer products."
+            )
         largest = _largest(psi)
         step = _strip(psi.shape[-1])
         for start in range(0, psi.shape[-1], step):
@@ -135,7 +173,13 @@ class Problem:
 
     def _most_energy(self) -> float:
         """No less than the output's energy: what it would be if all inputs pulled the same way."""
-        size = self.moment.diagonal(dim1=-2, dim2=-1).to(torch.float64).clamp_min(0.0).sqrt().unsqueeze(-1)
+        size = (
+            self.moment.diagonal(dim1=-2, dim2=-1)
+            .to(torch.float64)
+            .clamp_min(0.0)
+            .sqrt()
+            .unsqueeze(-1)
+        )
         return sum(float((w.abs() @ size).square().sum()) for w in _differences(self.weight, None))
 
     @property
@@ -155,10 +199,17 @@ class Problem:
         if self.units is not None:  # a wide layer's moment has been made ready, for all solvers
             return list(self.metrics)
         psi = self.moment if self.moment.dim() == 3 else self.moment.unsqueeze(0)
-        return metrics(psi, self.damping, first=first, protected=self.protected, name=self.name, samples=self.samples)
+        return metrics(
+            psi,
+            self.damping,
+            first=first,
+            protected=self.protected,
+            name=self.name,
+            samples=self.samples,
+        )
 
     def some_rows(self, rows: Tensor) -> Problem:
-        """The same problem for some rows of every group."""
+        """The same problem for some rows of every together."""
         weight = self.weight.index_select(-2, rows)
         part = replace(self, weight=weight, row_weight=self.importance.index_select(-1, rows))
         part.__dict__["metrics"] = self.metrics  # the moment is the same: do not factorise it again
@@ -208,9 +259,16 @@ class Problem:
     def hidden_error_of(self, weight: Tensor) -> float:
         """How much of the layer's own weights' E rounding may have hidden, because Ψ is a sum of float32 products.
 
-        Entries of Ψ are right to 1e-6 · √(Ψ_ii Ψ_jj), measured; so E is right to 1e-6 · Σ_rows (Σ_i |δ_i| √Ψ_ii)².
+        Entries of Ψ are right to 1e-6 · √(Ψ_ii Ψ_jj), measured; so E is right to 1e-6 · Σ_rows (Σ_i
+        |δ_i| √Ψ_ii)².
         """
-        size = self.moment.diagonal(dim1=-2, dim2=-1).to(torch.float64).clamp_min(0.0).sqrt().unsqueeze(-1)
+        size = (
+            self.moment.diagonal(dim1=-2, dim2=-1)
+            .to(torch.float64)
+            .clamp_min(0.0)
+            .sqrt()
+            .unsqueeze(-1)
+        )
         deltas = _differences(self._in_units(weight), self.weight)
         return 1e-6 * sum(float((d.abs() @ size).square().sum()) for d in deltas)
 
@@ -263,14 +321,20 @@ def _differences(weight: Tensor, other: Tensor | None) -> Iterator[Tensor]:
     rows = torch.split(weight, step, dim=-2)
     others = rows if other is None else torch.split(other, step, dim=-2)
     for some, away in zip(rows, others, strict=True):
-        yield some.to(torch.float64) if other is None else some.to(torch.float64) - away.to(torch.float64)
+        yield (
+            some.to(torch.float64)
+            if other is None
+            else some.to(torch.float64) - away.to(torch.float64)
+        )
 
 
 def check_finite(name: str, what: str, tensor: Tensor) -> None:
     """Refuse NaN and infinities."""
     if _largest(tensor) == math.inf:
         bad = int((~torch.isfinite(tensor)).sum())
-        raise ProblemError(f"{name}: {what} has {bad} NaN or infinite entries. Check the network first.")
+        raise ProblemError(
+            f"{name}: {what} has {bad} NaN or infinite entries. Check the network first."
+        )
 
 
 def _largest(tensor: Tensor) -> float:
@@ -298,18 +362,35 @@ class Solver(Protocol):
         ...
 
 
-def finish(problem: Problem, weight: Tensor, mask: Tensor, *, damping: float = 0.0, curve: Tensor | None = None) -> Solution:
+def finish(
+    problem: Problem,
+    weight: Tensor,
+    mask: Tensor,
+    *,
+    damping: float = 0.0,
+    curve: Tensor | None = None,
+) -> Solution:
     """Round a solver's float64 weights to the layer's type, apply the mask, recompute the error from those bits."""
-    # The best weights may lie beyond what the layer's type can hold, as half precision ends at 65,504.
+    # The best weights may lie beyond what the layer's type can hold, as half precision ends at
+    # 65,504.
     most = torch.finfo(problem.weight.dtype).max
-    final = torch.where(mask, weight, torch.zeros_like(weight)).clamp(-most, most).to(problem.weight.dtype)
-    # What was zero must not come back as the last digits of a solve, nor a row change that lost nothing but zeros.
+    final = (
+        torch.where(mask, weight, torch.zeros_like(weight))
+        .clamp(-most, most)
+        .to(problem.weight.dtype)
+    )
+    # What was zero must not come back as the last digits of a solve, nor a row change that lost
+    # nothing but zeros.
     zero = problem.weight == 0
     if bool(zero.any()):
         energy = problem.moment.diagonal(dim1=-2, dim2=-1).clamp_min(0).to(torch.float64)
-        size = final.abs() * energy.sqrt().unsqueeze(-2)  # in float64: half precision would lose small ones and large ones
+        size = final.abs() * energy.sqrt().unsqueeze(
+            -2
+        )  # in float64: half precision would lose small ones and large ones
         dust = zero & (size <= _DUST * size.amax(dim=-1, keepdim=True))
-        final = torch.where((mask | zero).all(dim=-1, keepdim=True), problem.weight, torch.where(dust, 0.0, final))
+        final = torch.where(
+            (mask | zero).all(dim=-1, keepdim=True), problem.weight, torch.where(dust, 0.0, final)
+        )
     return Solution(
         weight=final,
         mask=mask,
@@ -322,12 +403,14 @@ def finish(problem: Problem, weight: Tensor, mask: Tensor, *, damping: float = 0
     )
 
 
-def choose_count(problem: Problem, target: Target, error_at: Callable[[int], float], *, step: int = 1) -> int:
+def choose_count(
+    problem: Problem, target: Target, error_at: Callable[[int], float], *, step: int = 1
+) -> int:
     """How many weights to remove: by fraction directly, by error the most whose error stays within the limit.
 
-    Counts are multiples of `step`, for solvers to which every look is expensive. The search assumes that `error_at` grows
-    with the count, as it does for `exact`. For the others it grows in all but noise; the count found then satisfies the
-    limit, though a larger one might too.
+    Counts are multiples of `step`, for solvers to which every look is expensive. The search assumes
+    that `error_at` grows with the count, as it does for `exact`. For the others it grows in all but
+    noise; the count found then satisfies the limit, though a larger one might too.
     """
     match target:
         case Sparsity():
@@ -337,8 +420,16 @@ def choose_count(problem: Problem, target: Target, error_at: Callable[[int], flo
             low, high = 0, problem.prunable // step
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if error_at(middle * step) <= limit else (low, middle - 1)
+                low, high = (
+                    (middle, high) if error_at(middle * step) <= limit else (low, middle - 1)
+                )
             return low * step
         case Budget():
-            raise TargetError(f"{problem.name}: a Budget is for a whole network; a single layer takes Sparsity or ErrorBudget.")
-    raise SolverError(f"{problem.name}: this solver is not compatible with {target!r}. Use solver='auto' or solver='exact'.")
+            raise TargetError(
+                f"{problem.name}: a Budget is for a whole network; a single layer takes Sparsity "
+                "or ErrorBudget."
+            )
+    raise SolverError(
+        f"{problem.name}: this solver is not compatible with {target!r}. Use solver='auto' or "
+        "solver='exact'."
+    )

@@ -1,6 +1,7 @@
 """How important is a weight? Six answers, each a pure function from a problem to scores of the weight's shape.
 
-Low scores go first. Only the order matters to a mask, but `obd` and `obs` are also errors in E's own units.
+Low scores go first. Only the order matters to a mask, but `obd` and `obs` are also errors in E's
+own units.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from lobs.solvers.problem import Problem
 def random(problem: Problem, seed: int = 0) -> Tensor:
     """Score at random, reproducibly."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(problem.weight.shape, generator=generator, dtype=torch.float64).to(problem.weight.device)
+    return torch.rand(problem.weight.shape, generator=generator, dtype=torch.float64).to(
+        problem.weight.device
+    )
 
 
 def magnitude(problem: Problem) -> Tensor:
@@ -27,7 +30,8 @@ def magnitude(problem: Problem) -> Tensor:
 def obd(problem: Problem) -> Tensor:
     """w² Ψ_qq: the layer error of deleting a weight and compensating nothing.
 
-    That is optimal brain damage (LeCun et al. 1990) with the layer's own output error in place of the network's loss.
+    That is optimal brain damage (LeCun et al. 1990) with the layer's own output error in place of
+    the network's loss.
     """
     energy = problem.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     return problem.weight.to(torch.float64).square() * energy
@@ -37,15 +41,23 @@ def obd_fisher(problem: Problem) -> Tensor:
     """½ w² h_qq with h the diagonal of the Gauss–Newton matrix of the network's loss: optimal brain damage proper."""
     if problem.curvature is None:
         raise ProblemError(
-            f"{problem.name}: obd-fisher needs the loss's curvature. Pass curvature= to Problem, or use lobs.prune."
+            f"{problem.name}: obd-fisher needs the loss's curvature. Pass curvature= to Problem, "
+            "or use lobs.prune."
         )
-    return 0.5 * problem.own_weight.square() * problem.curvature.to(problem.weight.device, torch.float64)
+    return (
+        0.5
+        * problem.own_weight.square()
+        * problem.curvature.to(problem.weight.device, torch.float64)
+    )
 
 
 def apozw(problem: Problem) -> Tensor:
     """|mean(y_q) · w_q|: the paper's ApoZW, a weight-wise form of average percentage of zeros (Hu et al. 2016)."""
     if problem.mean is None:
-        raise ProblemError(f"{problem.name}: apozw needs the mean input. Pass mean= to Problem, or use lobs.collect.")
+        raise ProblemError(
+            f"{problem.name}: apozw needs the mean input. Pass mean= to Problem, or use "
+            "lobs.collect."
+        )
     return (problem.own_weight * problem.mean.to(torch.float64).unsqueeze(-2)).abs()
 
 

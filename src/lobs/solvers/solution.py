@@ -12,9 +12,10 @@ from torch import Tensor
 class Solution:
     """A sparse replacement for one layer's weights.
 
-    `mask` is True where a weight was kept, and always so in the bias column. `error` is E recomputed from Ψ for these very
-    weights, never accumulated. `curve[k]` is the error with k weights removed, for solvers that know it: it is
-    measured with the damping, so `curve[removed] = error + damping · ‖V − W‖²`.
+    `mask` is True where a weight was kept, and always so in the bias column. `error` is E
+    recomputed from Ψ for these very weights, never accumulated. `curve[k]` is the error with k
+    weights removed, for solvers that know it: it is measured with the damping, so `curve[removed] =
+    error + damping · ‖V − W‖²`.
     """
 
     weight: Tensor
@@ -29,7 +30,9 @@ class Solution:
 
     def without_tensors(self) -> Solution:
         """Only the numbers: for when the weights lie in a network already and memory is short."""
-        return replace(self, weight=self.weight.new_empty(0), mask=self.mask.new_empty(0), curve=None)
+        return replace(
+            self, weight=self.weight.new_empty(0), mask=self.mask.new_empty(0), curve=None
+        )
 
     @property
     def kept(self) -> int:

@@ -1,7 +1,8 @@
 """Files: a state dict in safetensors, with masks and what was done to it in the header.
 
-Any safetensors reader can load the weights into a plain `load_state_dict`: masks are not extra tensors. A mask is the pattern
-of non-zeros, plus the few kept weights that happen to be exactly zero, which the header lists. Nothing is ever unpickled.
+Any safetensors reader can load the weights into a plain `load_state_dict`: masks are not extra
+tensors. A mask is the pattern of non-zeros, plus the few kept weights that happen to be exactly
+zero, which the header lists. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def save(
     Refuses masks that the weights do not obey: a file never claims zeros that are not there.
     """
     tensors = _tensors(model)
-    packed = {name: _pack(tensors[name], mask) for name, mask in _checked_masks(tensors, masks).items()}
+    packed = {
+        name: _pack(tensors[name], mask) for name, mask in _checked_masks(tensors, masks).items()
+    }
     header = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -61,7 +64,10 @@ def save(
     }
     # safetensors refuses shared storage; tied parameters are written once each.
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
-    unique = {name: t.clone() if owners[t.untyped_storage().data_ptr()] > 1 else t for name, t in tensors.items()}
+    unique = {
+        name: t.clone() if owners[t.untyped_storage().data_ptr()] > 1 else t
+        for name, t in tensors.items()
+    }
     with atomic_write(path) as partial:
         try:
             save_file(unique, str(partial), metadata=header)
@@ -80,12 +86,15 @@ def save_compact(
 ) -> CompactFile:
     """Write what `save` writes without the zeros: each tensor in the cheapest of three codes, atomically.
 
-    `load` gives back the same bits. With `values="float16"` or `"int8"` (a scale per output channel) the kept values of
-    masked tensors are rounded; `CompactFile.tensors` says by how much at most.
+    `load` gives back the same bits. With `values="float16"` or `"int8"` (a scale per output
+    channel) the kept values of masked tensors are rounded; `CompactFile.tensors` says by how much
+    at most.
     """
     tensors = _tensors(model)
     told = {} if values == "same" else {"values": values}
-    return write_compact(path, tensors, _checked_masks(tensors, masks), {**(record or {}), **told}, values)
+    return write_compact(
+        path, tensors, _checked_masks(tensors, masks), {**(record or {}), **told}, values
+    )
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
@@ -100,25 +109,41 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             header = file.metadata() or {}
         state = load_file(str(source))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise FileError(f"'{source}' is not a readable safetensors file: {_instead(source, error)}") from error
+        raise FileError(
+            f"'{source}' is not a readable safetensors file: {_instead(source, error)}"
+        ) from error
     if header.get("format") == COMPACT:
         return Checkpoint(*read_compact(source, header, state))
     if "layout" in header or "sha256" in header:
         raise FileError(
-            f"'{source}' looks like a compact file whose header is damaged: its format is {header.get('format')!r}."
+            f"'{source}' looks like a compact file whose header is damaged: its format is "
+            f"{header.get('format')!r}."
         )
     if header.get("format") != FORMAT:
         return Checkpoint(state, {})
     if header.get("version") != str(VERSION):
-        raise FileError(f"'{source}' has format version {header.get('version')}; this lobs reads version {VERSION}.")
+        raise FileError(
+            f"'{source}' has format version {header.get('version')}; this lobs reads version "
+            f"{VERSION}."
+        )
     try:
         packed, record = json.loads(header["masks"]), json.loads(header["record"])
         if not isinstance(record, dict):
             raise TypeError("the record is not a mapping")
         masks = {name: _unpack(state[name], entry) for name, entry in packed.items()}
-    except (KeyError, ValueError, TypeError, AttributeError, zlib.error, RecursionError, OverflowError) as error:
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        zlib.error,
+        RecursionError,
+        OverflowError,
+    ) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise FileError(f"'{source}' is damaged: {what}. Copy it again, or write it anew.") from error
+        raise FileError(
+            f"'{source}' is damaged: {what}. Copy it again, or write it anew."
+        ) from error
     return Checkpoint(state, masks, record)
 
 
@@ -131,12 +156,16 @@ def _instead(source: Path, error: Exception) -> str:
         return f"{refused.strerror}. Who may read it?"
     if not head:
         return "it is empty (0 bytes). Write or fetch it again."
-    pickled = head[0] == 0x80 and head[1:2] <= b"\5" and head[8:9] != b"{"  # there the header of a damaged file begins
+    pickled = (
+        head[0] == 0x80 and head[1:2] <= b"\5" and head[8:9] != b"{"
+    )  # there the header of a damaged file begins
     if pickled or head.startswith(b"PK\3\4"):
         what = "a pickle" if pickled else "a zip archive, as torch.save writes"
         return (
-            f"it is {what}, and lobs unpickles nothing. Load it in a function of yours and name that as "
-            f"package.module:function, or write its weights with lobs.save('{source.stem}.safetensors', state_dict)."
+            f"it is {what}, and lobs unpickles nothing. Load it in a function of yours and name "
+            "that as "
+            "package.module:function, or write its weights with "
+            f"lobs.save('{source.stem}.safetensors', state_dict)."
         )
     if (line := _first_line(head)) is not None:
         return f"it is text that begins '{line}'. Give what `lobs prune --out` wrote."
@@ -157,11 +186,16 @@ def _tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     state = model.state_dict() if isinstance(model, nn.Module) else model
     odd = [name for name, t in state.items() if not isinstance(t, Tensor)]
     if odd:
-        raise FileError(f"'{odd[0]}' in the state dict is not a tensor; safetensors holds nothing else. Keep it elsewhere.")
+        raise FileError(
+            f"'{odd[0]}' in the state dict is not a tensor; safetensors holds nothing else. Keep "
+            "it elsewhere."
+        )
     return {name: t.detach().cpu().contiguous() for name, t in state.items()}
 
 
-def _checked_masks(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def _checked_masks(
+    tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
     """Masks on the CPU, each of the right shape and obeyed by its tensor."""
     checked = {}
     for name, given in (masks or {}).items():
@@ -169,17 +203,26 @@ def _checked_masks(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | 
             raise FileError(f"mask '{name}' names no tensor of the state dict.")
         mask, tensor = given.detach().cpu(), tensors[name]
         if mask.shape != tensor.shape or mask.dtype != torch.bool:
-            raise FileError(f"mask '{name}' is {mask.dtype} {tuple(mask.shape)}; it must be bool {tuple(tensor.shape)}.")
+            raise FileError(
+                f"mask '{name}' is {mask.dtype} {tuple(mask.shape)}; it must be bool "
+                f"{tuple(tensor.shape)}."
+            )
         broken = int((tensor[~mask] != 0).sum())
         if broken:
-            raise FileError(f"'{name}': {broken} weights that its mask removes are not zero. Apply the mask first.")
+            raise FileError(
+                f"'{name}': {broken} weights that its mask removes are not zero. Apply the mask "
+                "first."
+            )
         checked[name] = mask
     return checked
 
 
 def _pack(tensor: Tensor, mask: Tensor) -> dict[str, Any]:
     zeros = np.packbits((mask & (tensor == 0)).numpy().ravel())
-    return {"kept": int(mask.sum()), "kept_zeros": base64.b64encode(zlib.compress(zeros.tobytes(), 9)).decode()}
+    return {
+        "kept": int(mask.sum()),
+        "kept_zeros": base64.b64encode(zlib.compress(zeros.tobytes(), 9)).decode(),
+    }
 
 
 def _unpack(tensor: Tensor, entry: dict[str, Any]) -> Tensor:

@@ -1,7 +1,8 @@
 """Stop and go on as if nothing had happened: a training run's whole state in one safetensors file.
 
-Weights, optimiser state, random generators and masks are tensors; learning-rate schedules and counters are JSON in the
-header. A run that is resumed from the file ends with the same bits as one that was never interrupted.
+Weights, optimiser state, random generators and masks are tensors; learning-rate schedules and
+counters are JSON in the header. A run that is resumed from the file ends with the same bits as one
+that was never interrupted.
 """
 
 from __future__ import annotations
@@ -47,12 +48,23 @@ class Run:
         """Write the state, atomically; `settings` must be the same when it is read."""
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         tensors |= {f"extra.{name}": t for name, t in self.extra.items()}
-        tensors |= {"random.order": self.generator.get_state(), "random.torch": torch.get_rng_state()}
+        tensors |= {
+            "random.order": self.generator.get_state(),
+            "random.torch": torch.get_rng_state(),
+        }
         for index, values in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{key}": v for key, v in values.items() if isinstance(v, Tensor)}
+            tensors |= {
+                f"optimizer.{index}.{key}": v for key, v in values.items() if isinstance(v, Tensor)
+            }
         schedule = None if self.schedule is None else _plain(self.schedule.state_dict())
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        record = {"kind": KIND, "settings": dict(settings), "counters": self.counters, "schedule": schedule, "rates": rates}
+        record = {
+            "kind": KIND,
+            "settings": dict(settings),
+            "counters": self.counters,
+            "schedule": schedule,
+            "rates": rates,
+        }
         checkpoint.save(path, tensors, record=record)
 
     def load(self, path: Path, settings: Mapping[str, Any]) -> bool:
@@ -66,14 +78,19 @@ class Run:
             before = saved.record["settings"].get(key)
             if before != value:
                 raise FileError(
-                    f"'{path}' belongs to a run with {key} = {before}, not {value}. Delete it, or give another path."
+                    f"'{path}' belongs to a run with {key} = {before}, not {value}. Delete it, or "
+                    "give another path."
                 )
         self._restore(saved)
         return True
 
     def _restore(self, saved: checkpoint.Checkpoint) -> None:
         def part(prefix: str) -> dict[str, Tensor]:
-            return {n.removeprefix(prefix): t for n, t in saved.state_dict.items() if n.startswith(prefix)}
+            return {
+                n.removeprefix(prefix): t
+                for n, t in saved.state_dict.items()
+                if n.startswith(prefix)
+            }
 
         self.model.load_state_dict(part("model."))
         self.extra = part("extra.")

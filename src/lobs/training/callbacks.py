@@ -1,7 +1,7 @@
 """`hold` for other people's training loops: callbacks for Lightning and for Hugging Face's Trainer.
 
-Neither is imported. A callback takes on the class that a framework expects if that framework is there, and is a plain object
-with the right methods if not.
+Neither is imported. A callback takes on the class that a framework expects if that framework is
+there, and is a plain object with the right methods if not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class _LightningHold(_Holder):
 
 
 class _TrainerHold(_Holder):
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
         self.begin(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -63,9 +65,15 @@ def lightning_callback(masks: Mapping[str, Tensor], part: str = "") -> Any:
 
     Args:
         masks: True = kept, by name within the part.
-        part: the attribute of the LightningModule that holds the pruned network; the module itself by default.
+        part: the attribute of the LightningModule that holds the pruned network; the module itself
+            by default.
     """
-    return _of(_LightningHold, masks, part, [("lightning.pytorch", "Callback"), ("pytorch_lightning", "Callback")])
+    return _of(
+        _LightningHold,
+        masks,
+        part,
+        [("lightning.pytorch", "Callback"), ("pytorch_lightning", "Callback")],
+    )
 
 
 def trainer_callback(masks: Mapping[str, Tensor], part: str = "") -> Any:
@@ -73,8 +81,12 @@ def trainer_callback(masks: Mapping[str, Tensor], part: str = "") -> Any:
     return _of(_TrainerHold, masks, part, [("transformers", "TrainerCallback")])
 
 
-def _of(kind: type[_Holder], masks: Mapping[str, Tensor], part: str, frameworks: list[tuple[str, str]]) -> Any:
-    bases = [getattr(sys.modules[module], name) for module, name in frameworks if module in sys.modules]
+def _of(
+    kind: type[_Holder], masks: Mapping[str, Tensor], part: str, frameworks: list[tuple[str, str]]
+) -> Any:
+    bases = [
+        getattr(sys.modules[module], name) for module, name in frameworks if module in sys.modules
+    ]
     callback = type(kind.__name__.strip("_"), (kind, *bases, *([] if bases else [_Quiet])), {})()
     callback.masks, callback.part = dict(masks), part
     return callback

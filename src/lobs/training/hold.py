@@ -1,9 +1,10 @@
 """Keep removed weights at zero while a network is trained further, whatever the optimiser does.
 
-`hold` hooks three places. Gradients of removed weights are zeroed as they arrive, so that clipping and line searches see the
-pruned network only. Before a step, gradients set by hand are zeroed too. After it, the weights and every piece of optimiser
-state in a parameter's shape (momentum, Adam's moments) are filled with zeros: filled, not multiplied, so that an infinity or a
-NaN of a failed mixed-precision step leaves nothing behind.
+`hold` hooks three places. Gradients of removed weights are zeroed as they arrive, so that clipping
+and line searches see the pruned network only. Before a step, gradients set by hand are zeroed too.
+After it, the weights and every piece of optimiser state in a parameter's shape (momentum, Adam's
+moments) are filled with zeros: filled, not multiplied, so that an infinity or a NaN of a failed
+mixed-precision step leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lobs.errors import MaskError
 
@@ -26,10 +30,14 @@ _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile; DataParallel, AveragedMo
 class Hold:
     """The hooks that keep zeros; made by `hold`. `remove` takes them off, as does the end of a `with` block."""
 
-    def __init__(self, model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None
+    ) -> None:
         self.masks = dict(masks)
         self._slots = {name: _find(model, name) for name in self.masks}
-        self._removed = {name: ~_checked(name, mask, self._tensor(name)) for name, mask in self.masks.items()}
+        self._removed = {
+            name: ~_checked(name, mask, self._tensor(name)) for name, mask in self.masks.items()
+        }
         self._clean: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._handles: list[Any] = []
         self._zero_weights()
@@ -37,11 +45,15 @@ class Hold:
             tensor = self._tensor(name)
             if tensor.requires_grad:
                 self._handles.append(tensor.register_hook(self._zero_gradient(name)))  # type: ignore[no-untyped-call]
-        if optimizer is None:  # every optimiser there is or will be; those of other networks are left alone
+        if (
+            optimizer is None
+        ):  # every optimiser there is or will be; those of other networks are left alone
             self._handles.append(register_optimizer_step_pre_hook(self._before))
             self._handles.append(register_optimizer_step_post_hook(self._after))
         else:
-            while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):  # Hugging Face Accelerate wraps them
+            while isinstance(
+                inner := getattr(optimizer, "optimizer", None), Optimizer
+            ):  # Hugging Face Accelerate wraps them
                 optimizer = inner
             self._before(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before))
@@ -59,7 +71,12 @@ class Hold:
     def __enter__(self) -> Hold:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.remove()
 
     def _tensor(self, name: str) -> Tensor:
@@ -76,7 +93,11 @@ class Hold:
 
     def _zero_gradient(self, name: str) -> Callable[[Tensor], Tensor]:
         def zero(gradient: Tensor) -> Tensor:
-            return gradient if gradient.is_sparse else gradient.masked_fill(self._gone(name, gradient), 0)
+            return (
+                gradient
+                if gradient.is_sparse
+                else gradient.masked_fill(self._gone(name, gradient), 0)
+            )
 
         return zero
 
@@ -91,7 +112,8 @@ class Hold:
         for name in names:
             tensor = self._tensor(name)
             for value in optimizer.state.get(tensor, {}).values():
-                # A bare step counter and factored moments have other shapes, and a scalar weight's counter its own.
+                # A bare step counter and factored moments have other shapes, and a scalar weight's
+                # counter its own.
                 if isinstance(value, Tensor) and value.shape == tensor.shape and value.dim():
                     value.masked_fill_(self._gone(name, value), 0)
         self._clean[optimizer] = optimizer.state
@@ -107,7 +129,8 @@ class Hold:
             if tensor.grad is not None and not tensor.grad.is_sparse:
                 with torch.no_grad():
                     tensor.grad.masked_fill_(self._gone(name, tensor.grad), 0)
-        # State from before the hold, or just loaded, which replaces the dictionary, may still push removed weights.
+        # State from before the hold, or just loaded, which replaces the dictionary, may still push
+        # removed weights.
         if names and self._clean.get(optimizer) is not optimizer.state:
             self._zero_state(optimizer, names)
 
@@ -121,14 +144,18 @@ class Hold:
 def hold(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None) -> Hold:
     """Keep the weights that `masks` removes at exactly zero through training.
 
-    They are zeroed at once and after every optimiser step, with their gradients and optimiser state. Works with any
-    `torch.optim` optimiser, weight decay, gradient accumulation, `GradScaler` and LBFGS. A deep copy of the network keeps its
-    zeros but not the hooks: hold the copy too if it is trained.
+    They are zeroed at once and after every optimiser step, with their gradients and optimiser
+    state. Works with any `torch.optim` optimiser, weight decay, gradient accumulation, `GradScaler`
+    and LBFGS. A deep copy of the network keeps its zeros but not the hooks: hold the copy too if it
+    is trained.
 
     Args:
-        model: the network; wrapped in `torch.compile`, `DataParallel` or `AveragedModel`, names are found inside.
-        masks: True = kept, by name in the state dict, as `Pruning.masks` or `lobs.load(path).masks` give them.
-        optimizer: the one to hook; without it, every optimiser that steps one of these parameters is.
+        model: the network; wrapped in `torch.compile`, `DataParallel` or `AveragedModel`, names are
+            found inside.
+        masks: True = kept, by name in the state dict, as `PruningResult.masks` or
+            `lobs.load(path).masks` give them.
+        optimizer: the one to hook; without it, every optimiser that steps one of these parameters
+            is.
 
     Example:
         >>> import torch, lobs
@@ -160,13 +187,18 @@ def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module and attribute that hold a tensor of the state dict."""
     prefix, _, key = name.rpartition(".")
     modules = dict(model.named_modules(remove_duplicate=False))
-    # The exact name first: a network may itself have a part that is called as a wrapper calls what it wraps.
-    inside = (module for module_name, module in modules.items() if prefix == _bare(module_name, name))
+    # The exact name first: a network may itself have a part that is called as a wrapper calls what
+    # it wraps.
+    inside = (
+        module for module_name, module in modules.items() if prefix == _bare(module_name, name)
+    )
     for module in (modules.get(prefix), *inside):
         if isinstance(getattr(module, key, None), Tensor):
             assert module is not None
             return module, key
-    raise MaskError(f"mask '{name}' names no parameter of the network. Are these the masks of another network?")
+    raise MaskError(
+        f"mask '{name}' names no parameter of the network. Are these the masks of another network?"
+    )
 
 
 def _bare(module_name: str, name: str) -> str:
@@ -179,5 +211,8 @@ def _bare(module_name: str, name: str) -> str:
 
 def _checked(name: str, mask: Tensor, tensor: Tensor) -> Tensor:
     if mask.dtype != torch.bool or mask.shape != tensor.shape:
-        raise MaskError(f"mask '{name}' is {mask.dtype} {tuple(mask.shape)}; it must be bool {tuple(tensor.shape)}.")
+        raise MaskError(
+            f"mask '{name}' is {mask.dtype} {tuple(mask.shape)}; it must be bool "
+            f"{tuple(tensor.shape)}."
+        )
     return mask.detach().to(tensor.device)

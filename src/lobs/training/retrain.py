@@ -48,7 +48,8 @@ class Shuffled:
     def __post_init__(self) -> None:
         if not 0 < self.batch_size <= len(self.inputs) or len(self.inputs) != len(self.labels):
             raise TrainingError(
-                f"{len(self.inputs)} inputs and {len(self.labels)} labels do not make batches of {self.batch_size}: "
+                f"{len(self.inputs)} inputs and {len(self.labels)} labels do not make batches of "
+                f"{self.batch_size}: "
                 f"give as many labels as inputs, and batches no larger than the data."
             )
 
@@ -66,8 +67,8 @@ class Shuffled:
 class Retraining:
     """A retrained network.
 
-    `history` holds (iteration, error) pairs, the first before any training; `reached` says whether the wanted error was met,
-    None where none was wanted.
+    `history` holds (iteration, error) pairs, the first before any training; `reached` says whether
+    the wanted error was met, None where none was wanted.
     """
 
     model: nn.Module
@@ -92,10 +93,16 @@ def distillation(temperature: float = 2.0) -> Loss:
     return loss
 
 
-def sgd(learning_rate: float = 0.05, momentum: float = 0.9, weight_decay: float = 0.0) -> MakeOptimizer:
+def sgd(
+    learning_rate: float = 0.05, momentum: float = 0.9, weight_decay: float = 0.0
+) -> MakeOptimizer:
     """Nesterov momentum, as the zoo's networks were trained with."""
     return lambda parameters: torch.optim.SGD(
-        parameters, learning_rate, momentum=momentum, weight_decay=weight_decay, nesterov=momentum > 0
+        parameters,
+        learning_rate,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=momentum > 0,
     )
 
 
@@ -121,11 +128,13 @@ def retrain(
 
     Args:
         model: the pruned network; untouched unless `inplace`.
-        masks: True = kept, by parameter name, as `Pruning.masks` gives them.
-        data: batches of (input, label), run through again and again: `Shuffled`, a DataLoader or a list; a teacher needs no
-            labels.
-        loss: of (outputs, labels), or of (outputs, teacher's outputs); cross entropy, or `distillation()`, by default.
-        optimizer: makes an optimiser from a list of parameters; `sgd()`, at the rate the LeNets were trained with, by default.
+        masks: True = kept, by parameter name, as `PruningResult.masks` gives them.
+        data: batches of (input, label), run through again and again: `Shuffled`, a DataLoader or a
+            list; a teacher needs no labels.
+        loss: of (outputs, labels), or of (outputs, teacher's outputs); cross entropy, or
+            `distillation()`, by default.
+        optimizer: makes an optimiser from a list of parameters; `sgd()`, at the rate the LeNets
+            were trained with, by default.
         iterations: the most to run.
         decay: how the learning rate falls over them; constant, as in the paper, by default.
         evaluate: an error, lower is better, looked at every `every` iterations and at the end.
@@ -133,31 +142,48 @@ def retrain(
         every: iterations between looks, and between writings of `checkpoint`.
         teacher: the dense network, to learn its outputs instead of labels.
         seed: of the order of the data and of dropout; torch's own generator is left as it was.
-        checkpoint: a file to write the run's state to, and to go on from if it is there; the end is the same to the bit.
+        checkpoint: a file to write the run's state to, and to go on from if it is there; the end is
+            the same to the bit.
         inplace: train `model` itself.
         progress: draw a bar on a terminal.
     """
     check_training(iterations, every, decay, evaluate, until_error, data)
     if not isinstance(masks, Mapping):
         raise TrainingError(
-            f"masks is a {type(masks).__name__}: give a mapping of masks by parameter name, as Pruning.masks is."
+            f"masks is a {type(masks).__name__}: give a mapping of masks by parameter name, as "
+            "PruningResult.masks is."
         )
-    if optimizer is not None and (not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
+    if optimizer is not None and (
+        not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)
+    ):
         raise TrainingError(
             f"optimizer is a {type(optimizer).__name__}: give a function that makes one, such as "
-            "lambda parameters: torch.optim.SGD(parameters, 0.01), since the network is trained as a copy."
+            "lambda parameters: torch.optim.SGD(parameters, 0.01), since the network is trained as "
+            "a copy."
         )
     trained = model if inplace else copy.deepcopy(model)
     make = optimizer or sgd()
     steps = make([p for p in trained.parameters() if p.requires_grad])
-    job = _Job(data, loss or (F.cross_entropy if teacher is None else distillation()), teacher, evaluate, until_error, every)
+    job = _Job(
+        data,
+        loss or (F.cross_entropy if teacher is None else distillation()),
+        teacher,
+        evaluate,
+        until_error,
+        every,
+    )
     began = time.perf_counter()
     modes = [(module, module.training) for module in trained.modules()]
     trained.train()
     try:
         with shown(progress), torch.random.fork_rng(devices=[]), hold(trained, masks, steps):
             torch.manual_seed(seed)
-            run = Run(trained, steps, torch.Generator(), counters={"iteration": 0, "history": [], "taken": 0})
+            run = Run(
+                trained,
+                steps,
+                torch.Generator(),
+                counters={"iteration": 0, "history": [], "taken": 0},
+            )
             settings = {
                 "iterations": iterations,
                 "decay": decay,
@@ -165,13 +191,21 @@ def retrain(
                 "masks": _fingerprint(masks),
                 "optimizer": repr(steps),
             }
-            job.work(run, iterations, _DECAYS[decay], None if checkpoint is None else Path(checkpoint), settings)
+            job.work(
+                run,
+                iterations,
+                _DECAYS[decay],
+                None if checkpoint is None else Path(checkpoint),
+                settings,
+            )
     finally:
         for module, mode in modes:
             module.training = mode
     history = tuple((int(i), float(e)) for i, e in run.counters["history"])
     reached = None if until_error is None else history[-1][1] <= until_error
-    return Retraining(trained, run.counters["iteration"], history, reached, time.perf_counter() - began)
+    return Retraining(
+        trained, run.counters["iteration"], history, reached, time.perf_counter() - began
+    )
 
 
 @dataclass
@@ -187,7 +221,12 @@ class _Job:
     rates: list[float] = field(default_factory=list)
 
     def work(
-        self, run: Run, iterations: int, factor: Callable[[float], float], path: Path | None, settings: Mapping[str, Any]
+        self,
+        run: Run,
+        iterations: int,
+        factor: Callable[[float], float],
+        path: Path | None,
+        settings: Mapping[str, Any],
     ) -> None:
         self.rates = [group["lr"] for group in run.optimizer.param_groups]
         if path is None or not run.load(path, settings):
@@ -215,29 +254,40 @@ class _Job:
         else:
             with evaluating(self.teacher):
                 wanted = call(self.teacher, batch)
-        with told(f"the loss of outputs of shape {tuple(outputs.shape)} and labels of shape {tuple(wanted.shape)}"):
+        with told(
+            f"the loss of outputs of shape {tuple(outputs.shape)} and labels of shape "
+            f"{tuple(wanted.shape)}"
+        ):
             loss = self.loss(outputs, wanted)
         if not bool(torch.isfinite(loss)):
             done = run.counters["iteration"]
             remedy = (
-                "Use a smaller learning rate." if done else "Check the network and the first batch: nothing was trained yet."
+                "Use a smaller learning rate."
+                if done
+                else "Check the network and the first batch: nothing was trained yet."
             )
-            raise TrainingError(f"the loss is {float(loss.detach())} after {done} iterations. {remedy}")
+            raise TrainingError(
+                f"the loss is {float(loss.detach())} after {done} iterations. {remedy}"
+            )
         run.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         run.optimizer.step()
 
     def _labels(self, batch: Any, outputs: Tensor) -> Tensor:
-        if not (isinstance(batch, tuple | list) and len(batch) > 1 and isinstance(batch[1], Tensor)):
+        if not (
+            isinstance(batch, tuple | list) and len(batch) > 1 and isinstance(batch[1], Tensor)
+        ):
             raise TrainingError(
-                f"a batch of data is a {type(batch).__name__} without labels: give (input, label) pairs, or a teacher."
+                f"a batch of data is a {type(batch).__name__} without labels: give (input, label) "
+                "pairs, or a teacher."
             )
         return batch[1].to(outputs.device)
 
     def _batches(self, run: Run) -> Iterator[Any]:
         """Pass after pass; a resumed run shuffles as the interrupted one did and leaves out what that had taken."""
         taken = run.counters["taken"]
-        # What dropout drew in the part of a pass that a resumed run leaves out has to be drawn from the generator again.
+        # What dropout drew in the part of a pass that a resumed run leaves out has to be drawn from
+        # the generator again.
         drawn = torch.get_rng_state() if taken else None
         while True:
             torch.set_rng_state(run.extra["pass"])
@@ -248,14 +298,21 @@ class _Job:
                 run.counters["taken"] = index + 1
                 yield batch
             if run.counters["taken"] == 0:
-                raise TrainingError("there are no batches to train on: the data is empty, or a generator that is used up.")
-            drawn = _restored(drawn)  # an interruption at the very end of a pass leaves out all of it
+                raise TrainingError(
+                    "there are no batches to train on: the data is empty, or a generator that is "
+                    "used up."
+                )
+            drawn = _restored(
+                drawn
+            )  # an interruption at the very end of a pass leaves out all of it
             run.counters["taken"], taken = 0, 0
             run.extra["pass"] = torch.get_rng_state()
 
     def _look(self, run: Run) -> None:
         if self.evaluate is not None:
-            with torch.random.fork_rng(devices=[]):  # looking must not change what training draws next
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # looking must not change what training draws next
                 with told("evaluate"):
                     error = float(self.evaluate(run.model))
                 run.counters["history"].append([run.counters["iteration"], error])
@@ -282,13 +339,19 @@ def check_training(
     """Refuse arguments of `retrain` that cannot be meant, before anything is trained."""
     whole = isinstance(iterations, Integral) and isinstance(every, Integral)
     if not whole or iterations < 0 or every < 1:
-        raise TrainingError(f"iterations = {iterations!r}, every = {every!r}: train for 0 or more, and look every 1 or more.")
+        raise TrainingError(
+            f"iterations = {iterations!r}, every = {every!r}: train for 0 or more, and look every "
+            "1 or more."
+        )
     if decay not in list(_DECAYS):
         raise TrainingError(f"decay is '{decay}': use {', '.join(_DECAYS)}.")
     if until_error is not None and evaluate is None:
         raise TrainingError("until_error needs evaluate, to know the error.")
     if isinstance(data, Iterator):
-        raise TrainingError("data is run through again and again: pass a list, a DataLoader or Shuffled, not a generator.")
+        raise TrainingError(
+            "data is run through again and again: pass a list, a DataLoader or Shuffled, not a "
+            "generator."
+        )
 
 
 def _fingerprint(masks: Mapping[str, Tensor]) -> str:

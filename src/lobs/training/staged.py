@@ -66,7 +66,7 @@ class Iteration:
         return sum(stage.iterations for stage in self.stages)
 
 
-def iterate(
+def prune_in_stages(
     model: nn.Module,
     batches: Iterable[Any],
     data: Iterable[Any],
@@ -80,8 +80,9 @@ def iterate(
 ) -> Iteration:
     """Iterative L-OBS, or the same with any other solver: every stage prunes what the one before it has retrained.
 
-    Weights that are already zero cost nothing to remove, so they go first and masks shrink from stage to stage; a method that
-    re-solves against other inputs may exchange a few, never changing the count.
+    Weights that are already zero cost nothing to remove, so they go first and masks shrink from
+    stage to stage; a method that re-solves against other inputs may exchange a few, never changing
+    the count.
 
     Args:
         model: the dense network; untouched.
@@ -90,8 +91,10 @@ def iterate(
         stages: what to keep and how long to train, stage by stage.
         evaluate: an error, lower is better.
         pruning: further arguments of `prune`, such as `{"solver": "lobs"}`.
-        retraining: further arguments of `retrain`, such as `{"optimizer": sgd(0.05), "teacher": model}`.
-        folder: where to keep each finished stage; a run of this network that was interrupted goes on from there.
+        retraining: further arguments of `retrain`, such as `{"optimizer": sgd(0.05), "teacher":
+            model}`.
+        folder: where to keep each finished stage; a run of this network that was interrupted goes
+            on from there.
         progress: draw bars on a terminal.
     """
     stages = [stages] if isinstance(stages, Stage) else list(stages)
@@ -103,16 +106,25 @@ def iterate(
     start = None if home is None else weights_hash(model)
     for index, stage in enumerate(stages):
         file = None if home is None else home / f"stage-{index + 1}.safetensors"
-        record = {"stage": repr(stage), "pruning": _told(pruning), "retraining": _told(retraining), "start": start}
+        record = {
+            "stage": repr(stage),
+            "pruning": _told(pruning),
+            "retraining": _told(retraining),
+            "start": start,
+        }
         taken = _finished(file, record, now)
         if taken is not None:
             now, masks, result = taken
         else:
             cut = prune(now, batches, stage.target, **{"progress": progress, **pruning})
-            trained = _trained(cut.model, cut.masks, data, stage, evaluate, retraining, file, progress)
+            trained = _trained(
+                cut.model, cut.masks, data, stage, evaluate, retraining, file, progress
+            )
             now, masks = trained.model, cut.masks
             first = trained.history[0][1] if trained.history else None
-            result = StageResult(cut.kept, cut.total, first, trained.error, trained.iterations, trained.history)
+            result = StageResult(
+                cut.kept, cut.total, first, trained.error, trained.iterations, trained.history
+            )
             _keep(file, record, now, masks, result)
         done.append(result)
     return Iteration(now, masks, tuple(done), time.perf_counter() - began)
@@ -128,20 +140,34 @@ def _check(
 ) -> None:
     """Refuse what a later stage could not do before the first one begins."""
     if not stages:
-        raise TrainingError("there are no stages: give at least one, such as Stage(0.93, iterations=500).")
+        raise TrainingError(
+            "there are no stages: give at least one, such as Stage(0.93, iterations=500)."
+        )
     if not all(isinstance(stage, Stage) for stage in stages):
-        raise TrainingError(f"stages are {stages!r}: give a list such as [Stage(0.93, iterations=500)].")
+        raise TrainingError(
+            f"stages are {stages!r}: give a list such as [Stage(0.93, iterations=500)]."
+        )
     own = sorted({"iterations", "until_error", "evaluate", "checkpoint"} & retraining.keys())
     if own:
-        raise TrainingError(f"retraining has '{own[0]}', which is the stages' own or an argument of iterate: give it there.")
+        raise TrainingError(
+            f"retraining has '{own[0]}', which is the stages' own or an argument of iterate: give "
+            "it there."
+        )
     told = {"every": 50, "decay": "constant", **retraining}
-    of_target = {key: pruning[key] for key in ("inputs", "layers", "skip", "prune_bias") if key in pruning}
+    of_target = {
+        key: pruning[key] for key in ("inputs", "layers", "skip", "prune_bias") if key in pruning
+    }
     for stage in stages:
         check(model, stage.target, **of_target)
-        check_training(stage.iterations, told["every"], told["decay"], evaluate, stage.until_error, data)
+        check_training(
+            stage.iterations, told["every"], told["decay"], evaluate, stage.until_error, data
+        )
     for before, after in pairwise(_kept(as_target(stage.target)) for stage in stages):
         if before[0] == after[0] and after[1] > before[1] + 1e-9:
-            raise TrainingError(f"a stage keeps {after[1]:.3g} {after[0]} after one that kept {before[1]:.3g}: let them fall.")
+            raise TrainingError(
+                f"a stage keeps {after[1]:.3g} {after[0]} after one that kept {before[1]:.3g}: let "
+                "them fall."
+            )
 
 
 def _kept(target: Target) -> tuple[str, float]:
@@ -162,7 +188,9 @@ def _told(value: Any) -> str:
         return type(value).__qualname__
     if isinstance(value, FunctionType):
         given = inspect.getclosurevars(value).nonlocals
-        plain = {name: x for name, x in given.items() if not isinstance(x, FunctionType)}  # one may refer to itself
+        plain = {
+            name: x for name, x in given.items() if not isinstance(x, FunctionType)
+        }  # one may refer to itself
         return f"{value.__module__}.{value.__qualname__}{_told(plain)}"
     return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
 
@@ -178,7 +206,12 @@ def _trained(
     progress: bool,
 ) -> Retraining:
     state = None if file is None else file.with_suffix(".state")
-    wanted = {"iterations": stage.iterations, "until_error": stage.until_error, "evaluate": evaluate, "checkpoint": state}
+    wanted = {
+        "iterations": stage.iterations,
+        "until_error": stage.until_error,
+        "evaluate": evaluate,
+        "checkpoint": state,
+    }
     trained = retrain(model, masks, data, **{"progress": progress, **arguments, **wanted})
     if state is not None:
         state.unlink(missing_ok=True)  # the finished stage takes its place
@@ -186,7 +219,11 @@ def _trained(
 
 
 def _keep(
-    file: Path | None, record: Mapping[str, Any], model: nn.Module, masks: Mapping[str, Tensor], result: StageResult
+    file: Path | None,
+    record: Mapping[str, Any],
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    result: StageResult,
 ) -> None:
     if file is not None:
         save(file, model, masks, {**record, "result": vars(result)})
@@ -205,7 +242,10 @@ def _finished(
         ("start", "network"),
     ):
         if saved.record.get(key) != record[key]:
-            raise FileError(f"'{file}' holds another {what} ({saved.record.get(key)}). Give an empty folder, or delete it.")
+            raise FileError(
+                f"'{file}' holds another {what} ({saved.record.get(key)}). Give an empty folder, "
+                "or delete it."
+            )
     copied = copy.deepcopy(model)
     copied.load_state_dict(saved.state_dict)
     fields = dict(saved.record["result"])

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lobs.storage import checkpoint
-from lobs.zoo.datasets import folders
 from lobs.errors import DataError, FileError
+from lobs.storage import checkpoint
 from lobs.zoo.cifarnet import CifarNet
 from lobs.zoo.classics import VGG16, AlexNet
+from lobs.zoo.datasets import folders
 from lobs.zoo.lenet import LeNet5, LeNet300
 from lobs.zoo.resnet import ResNet50
 from lobs.zoo.training import Recipe
@@ -25,7 +25,8 @@ from lobs.zoo.training import Recipe
 class Entry:
     """One network: builder, data set, how it is trained or where its weights come from, the paper's kept fractions.
 
-    A network without a recipe takes `<name>.safetensors` from the data folder; `source` says how to make that file.
+    A network without a recipe takes `<name>.safetensors` from the data folder; `source` says how to
+    make that file.
     """
 
     build: Callable[[], nn.Module]
@@ -38,7 +39,8 @@ class Entry:
 
 def _torchvision(builder: str) -> str:
     return (
-        f"With torchvision on a machine that reaches its weights: `safetensors.torch.save_file(torchvision.models.{builder}"
+        "With torchvision on a machine that reaches its weights: "
+        f"`safetensors.torch.save_file(torchvision.models.{builder}"
         f'(weights="IMAGENET1K_V1").state_dict(), "{builder}.safetensors")`.'
     )
 
@@ -46,7 +48,9 @@ def _torchvision(builder: str) -> str:
 ZOO: dict[str, Entry] = {
     "lenet300": Entry(
         build=LeNet300,
-        recipe=Recipe(epochs=12, learning_rate=0.05, batch_size=64, weight_decay=5e-4, input_dropout=0.2),
+        recipe=Recipe(
+            epochs=12, learning_rate=0.05, batch_size=64, weight_decay=5e-4, input_dropout=0.2
+        ),
         paper_kept={"fc1": 0.067, "fc2": 0.20, "fc3": 0.65},
         title="LeNet-300-100",
     ),
@@ -58,7 +62,9 @@ ZOO: dict[str, Entry] = {
     ),
     "cifarnet": Entry(
         build=CifarNet,
-        recipe=Recipe(epochs=30, learning_rate=0.1, batch_size=256, weight_decay=5e-4, warm_up=3, augment=True),
+        recipe=Recipe(
+            epochs=30, learning_rate=0.1, batch_size=256, weight_decay=5e-4, warm_up=3, augment=True
+        ),
         paper_kept={"*": 0.09},
         title="CIFAR-Net",
         data="cifar10",
@@ -66,8 +72,11 @@ ZOO: dict[str, Entry] = {
     ),
     "cifarnet-wide": Entry(
         build=partial(CifarNet, units=1024),
-        recipe=Recipe(epochs=15, learning_rate=0.1, batch_size=256, weight_decay=5e-4, warm_up=2, augment=True),
-        # What Han et al. (2015) keep of AlexNet's first and later convolutions and last layer; fc1 takes what is left of 9 %.
+        recipe=Recipe(
+            epochs=15, learning_rate=0.1, batch_size=256, weight_decay=5e-4, warm_up=2, augment=True
+        ),
+        # What Han et al. (2015) keep of AlexNet's first and later convolutions and last layer; fc1
+        # takes what is left of 9 %.
         paper_kept={"conv1": 0.84, "conv2": 0.38, "conv3": 0.35, "fc1": 0.0669, "fc2": 0.25},
         title="CIFAR-Net with AlexNet's proportions",
         data="cifar10",
@@ -75,7 +84,9 @@ ZOO: dict[str, Entry] = {
     ),
     "alexnet": Entry(AlexNet, None, {"*": 0.11}, "AlexNet", "imagenet", _torchvision("alexnet")),
     "vgg16": Entry(VGG16, None, {"*": 0.075}, "VGG-16", "imagenet", _torchvision("vgg16")),
-    "resnet50": Entry(ResNet50, None, {"*": 0.45}, "ResNet-50", "imagenet", _torchvision("resnet50")),
+    "resnet50": Entry(
+        ResNet50, None, {"*": 0.45}, "ResNet-50", "imagenet", _torchvision("resnet50")
+    ),
     "resnet50-v1": Entry(
         build=partial(ResNet50, form="v1", eps=1e-3),
         recipe=None,
@@ -105,7 +116,9 @@ def shipped(name: str) -> Path:
     """Where the checkpoint that comes with the package lies."""
     path = Path(str(resources.files("lobs.zoo") / "checkpoints" / f"{name}.safetensors"))
     if not path.is_file():
-        raise FileError(f"the checkpoint of '{name}' is missing from the installed package. Reinstall lobs.")
+        raise FileError(
+            f"the checkpoint of '{name}' is missing from the installed package. Reinstall lobs."
+        )
     return path
 
 
@@ -117,10 +130,13 @@ def weights(name: str) -> Path:
         if not entry(name).source:
             raise
     try:
-        return folders.find([f"{name}.safetensors", f"{name}-imagenet.safetensors"], None, what="", steps="")
+        return folders.find(
+            [f"{name}.safetensors", f"{name}-imagenet.safetensors"], None, what="", steps=""
+        )
     except DataError:
         raise FileError(
-            f"the weights of {entry(name).title} do not come with lobs. Put '{name}.safetensors' into a folder and name that "
+            f"the weights of {entry(name).title} do not come with lobs. Put '{name}.safetensors' "
+            "into a folder and name that "
             f"folder with --data or LOBS_DATA, or give the file itself. {entry(name).source}"
         ) from None
 
@@ -132,5 +148,7 @@ def trained(name: str, path: str | Path | None = None) -> nn.Module:
     try:
         model.load_state_dict(checkpoint.load(source).state_dict)
     except RuntimeError as error:
-        raise FileError(f"'{source}' does not fit {entry(name).title}: {str(error).splitlines()[-1].strip()}") from error
+        raise FileError(
+            f"'{source}' does not fit {entry(name).title}: {str(error).splitlines()[-1].strip()}"
+        ) from error
     return model.eval()

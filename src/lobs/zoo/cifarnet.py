@@ -1,8 +1,9 @@
 """CIFAR-Net: three convolutions and two fully-connected layers, with batch normalisation and dropout.
 
-The paper gives no widths. The filters are those of Caffe's cifar10_quick, 32, 32 and 64 of 5×5, and so are the 64 units
-between the two fully-connected layers. But the paper calls its network a revised AlexNet, and that has 96 % of its weights in
-its fully-connected layers: 1,024 units make it 93 % here.
+The paper gives no widths. The filters are those of Caffe's cifar10_quick, 32, 32 and 64 of 5×5, and
+so are the 64 units between the two fully-connected layers. But the paper calls its network a
+revised AlexNet, and that has 96 % of its weights in its fully-connected layers: 1,024 units make it
+93 % here.
 """
 
 from __future__ import annotations

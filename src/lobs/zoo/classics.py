@@ -1,7 +1,8 @@
 """AlexNet and VGG-16, with torchvision's parameter names, so that its checkpoints load once they are safetensors.
 
-AlexNet is Krizhevsky's one-column form (2014): 61,100,840 parameters. VGG-16 is configuration D of Simonyan and Zisserman
-(2014): 138,357,544 parameters. Both take 224×224 images scaled as `lobs.zoo.datasets.imagenet` does for torchvision.
+AlexNet is Krizhevsky's one-column form (2014): 61,100,840 parameters. VGG-16 is configuration D of
+Simonyan and Zisserman (2014): 138,357,544 parameters. Both take 224×224 images scaled as
+`lobs.zoo.datasets.imagenet` does for torchvision.
 """
 
 from __future__ import annotations
@@ -9,7 +10,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # widths; 0 is a pooling
+_VGG16 = (
+    64,
+    64,
+    0,
+    128,
+    128,
+    0,
+    256,
+    256,
+    256,
+    0,
+    512,
+    512,
+    512,
+    0,
+    512,
+    512,
+    512,
+    0,
+)  # widths; 0 is a pooling
 
 
 class _Classic(nn.Module):

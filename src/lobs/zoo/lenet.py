@@ -21,8 +21,9 @@ class LeNet300(nn.Sequential):
                 fc3=nn.Linear(100, 10),
             )
         )
-        # He's initialisation, wide enough to be seen beside trained weights: pixels that are always black keep it for good, and
-        # a method that judges by magnitude alone has to cope with that, as on the networks of the time.
+        # He's initialisation, wide enough to be seen beside trained weights: pixels that are always
+        # black keep it for good, and a method that judges by magnitude alone has to cope with that,
+        # as on the networks of the time.
         for layer in self.children():
             if isinstance(layer, nn.Linear):
                 nn.init.kaiming_normal_(layer.weight)

@@ -1,7 +1,8 @@
 """ResNet-50 (He et al. 2016), with torchvision's parameter names; 25,557,032 parameters.
 
-Two forms go by the name. In the original, "v1", a block that halves the image does so in its first 1×1 convolution; in
-torchvision's ("v1.5") in its 3×3. Weights fit both, but compute the right thing only in the one they were trained in.
+Two forms go by the name. In the original, "v1", a block that halves the image does so in its first
+1×1 convolution; in torchvision's ("v1.5") in its 3×3. Weights fit both, but compute the right thing
+only in the one they were trained in.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Bottleneck(nn.Module):
 class ResNet50(nn.Module):
     """Sixteen bottlenecks in four groups between a 7×7 convolution and one fully-connected layer.
 
-    `form` says where blocks halve the image, `eps` is that of batch normalisation; (`v1`, 1e-3) are the original's in Keras.
+    `form` says where blocks halve the image, `eps` is that of batch normalisation; (`v1`, 1e-3) are
+    the original's in Keras.
     """
 
     def __init__(self, classes: int = 1000, *, form: Form = "v1.5", eps: float = 1e-5) -> None:
@@ -57,7 +59,9 @@ class ResNet50(nn.Module):
         for index, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
             row = []
             for block in range(blocks):
-                row.append(Bottleneck(channels, width, 2 if block == 0 and index > 1 else 1, form, eps))
+                row.append(
+                    Bottleneck(channels, width, 2 if block == 0 and index > 1 else 1, form, eps)
+                )
                 channels = 4 * width
             self.add_module(f"layer{index}", nn.Sequential(*row))
         self.avgpool = nn.AdaptiveAvgPool2d(1)

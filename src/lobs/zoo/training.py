@@ -23,8 +23,8 @@ from lobs.calibration.forward import evaluating
 class Recipe:
     """Nesterov momentum with a cosine learning rate, after `warm_up` epochs of a linear rise.
 
-    `input_dropout` blanks that share of pixels while training; `augment` shifts every image by up to four pixels and mirrors
-    half of them.
+    `input_dropout` blanks that share of pixels while training; `augment` shifts every image by up
+    to four pixels and mirrors half of them.
     """
 
     epochs: int
@@ -39,7 +39,9 @@ class Recipe:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
         """The optimiser that the recipe trains with, at its highest rate."""
         rate, decay = self.learning_rate, self.weight_decay
-        return torch.optim.SGD(parameters, rate, momentum=self.momentum, weight_decay=decay, nesterov=True)
+        return torch.optim.SGD(
+            parameters, rate, momentum=self.momentum, weight_decay=decay, nesterov=True
+        )
 
 
 def train(
@@ -60,7 +62,11 @@ def train(
     schedule = _schedule(optimiser, recipe, steps)
     settings = {**asdict(recipe), "seed": seed}
     model.train()
-    with shown(progress), track("train", recipe.epochs * steps) as advance, torch.random.fork_rng(devices=[]):
+    with (
+        shown(progress),
+        track("train", recipe.epochs * steps) as advance,
+        torch.random.fork_rng(devices=[]),
+    ):
         torch.manual_seed(seed)  # dropout draws from the global generator
         run = Run(model, optimiser, torch.Generator().manual_seed(seed), schedule, {"epoch": 0})
         if state is not None:
@@ -78,8 +84,12 @@ def _epoch(run: Run, data: LabelledImages, recipe: Recipe, advance: Advance) -> 
     order = torch.randperm(len(data), generator=run.generator)
     for start in range(0, len(data) - recipe.batch_size + 1, recipe.batch_size):
         pick = order[start : start + recipe.batch_size]
-        images = augmented(data.images[pick], run.generator) if recipe.augment else data.images[pick]
-        loss = F.cross_entropy(run.model(F.dropout(images, recipe.input_dropout)), data.labels[pick])
+        images = (
+            augmented(data.images[pick], run.generator) if recipe.augment else data.images[pick]
+        )
+        loss = F.cross_entropy(
+            run.model(F.dropout(images, recipe.input_dropout)), data.labels[pick]
+        )
         run.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         run.optimizer.step()
@@ -94,7 +104,11 @@ def _schedule(optimiser: torch.optim.Optimizer, recipe: Recipe, steps: int) -> L
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, total)
 
     def factor(step: int) -> float:
-        return (step + 1) / rise if step < rise else 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (total - rise))
+        return (
+            (step + 1) / rise
+            if step < rise
+            else 0.5 + 0.5 * math.cos(math.pi * (step - rise) / (total - rise))
+        )
 
     return torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
 

@@ -18,7 +18,9 @@ def inverse(d, **settings):
 @pytest.mark.parametrize("d", [4, 31, 32, 33, 64, 65, 100, 300])
 def test_backends_agree_in_float64(d, protected):
     a, w = inverse(d), torch.randn(5, d, dtype=torch.float64)
-    (order, losses), (order2, losses2) = (greedy(a, w, protected, backend=b) for b in ("torch", "compiled"))
+    (order, losses), (order2, losses2) = (
+        greedy(a, w, protected, backend=b) for b in ("torch", "compiled")
+    )
     assert torch.equal(order, order2)
     torch.testing.assert_close(losses, losses2)
 
@@ -26,7 +28,9 @@ def test_backends_agree_in_float64(d, protected):
 @pytest.mark.parametrize("backend", ["torch", "compiled"])
 def test_every_free_column_goes_once(backend):
     order, losses = greedy(inverse(50).float(), torch.randn(7, 50), 2, backend=backend)
-    assert torch.equal(order.sort(dim=1).values, torch.arange(2, 50, dtype=torch.int32).expand(7, 48))
+    assert torch.equal(
+        order.sort(dim=1).values, torch.arange(2, 50, dtype=torch.int32).expand(7, 48)
+    )
     assert bool((losses >= 0).all())
 
 

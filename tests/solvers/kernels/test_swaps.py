@@ -29,7 +29,9 @@ def error(gram, linear, weight, inside):
 
 
 def errors(gram, linear, weight, inside):
-    return torch.tensor([error(*row) for row in zip(gram, linear, weight, inside, strict=True)], dtype=torch.float64)
+    return torch.tensor(
+        [error(*row) for row in zip(gram, linear, weight, inside, strict=True)], dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("m", [1, 5, 24])
@@ -56,14 +58,20 @@ def test_swaps_lower_the_error_and_leave_no_better_swap(seed):
     # With nothing to gain for others no row trades, so every row must end in its own local optimum.
     for row in range(6):
         one = slice(row, row + 1)
-        kernels.improve(gram[one].clone(), linear[one].clone(), chosen[one], torch.ones(1, dtype=torch.float64))
+        kernels.improve(
+            gram[one].clone(), linear[one].clone(), chosen[one], torch.ones(1, dtype=torch.float64)
+        )
     after = errors(gram, linear, weight, chosen)
     assert bool((after <= before + 1e-12).all()) and bool((chosen.sum(dim=1) == 4).all())
     for row in range(6):
-        for p, q in itertools.product(chosen[row].nonzero().flatten(), (~chosen[row]).nonzero().flatten()):
+        for p, q in itertools.product(
+            chosen[row].nonzero().flatten(), (~chosen[row]).nonzero().flatten()
+        ):
             other = chosen[row].clone()
             other[p], other[q] = False, True
-            assert error(gram[row], linear[row], weight[row], other) >= float(after[row]) * (1 - 1e-5)
+            assert error(gram[row], linear[row], weight[row], other) >= float(after[row]) * (
+                1 - 1e-5
+            )
 
 
 def test_rows_trade_by_importance_and_keep_the_number():
@@ -73,7 +81,9 @@ def test_rows_trade_by_importance_and_keep_the_number():
     kernels.improve(gram.clone(), linear.clone(), chosen, importance)
     assert int(chosen.sum()) == int(inside.sum())
     assert int(chosen[0].sum()) > 3
-    weighted = [float((errors(gram, linear, weight, mask) * importance).sum()) for mask in (inside, chosen)]
+    weighted = [
+        float((errors(gram, linear, weight, mask) * importance).sum()) for mask in (inside, chosen)
+    ]
     assert weighted[1] < weighted[0]
 
 
@@ -81,7 +91,9 @@ def test_rows_trade_by_importance_and_keep_the_number():
 def test_what_swaps_say_they_gained_is_what_the_errors_fell_by(backend):
     gram, linear, weight, inside = batch(8, 12, 5)
     chosen = inside.clone()
-    _, gained = kernels.improve(gram.clone(), linear.clone(), chosen, torch.ones(8, dtype=torch.float64), backend=backend)
+    _, gained = kernels.improve(
+        gram.clone(), linear.clone(), chosen, torch.ones(8, dtype=torch.float64), backend=backend
+    )
     fell = errors(gram, linear, weight, inside) - errors(gram, linear, weight, chosen)
     torch.testing.assert_close(gained, fell, rtol=1e-8, atol=1e-9)
     assert float(gained.sum()) > 0

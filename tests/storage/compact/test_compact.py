@@ -32,13 +32,17 @@ def assert_round_trip(path, state, masks, record):
     loaded = lobs.load(path)
     assert list(loaded.state_dict) == list(state) and loaded.record == record
     assert all(same_bits(loaded.state_dict[n], t) for n, t in state.items())
-    assert loaded.masks.keys() == masks.keys() and all(torch.equal(loaded.masks[n], m) for n, m in masks.items())
+    assert loaded.masks.keys() == masks.keys() and all(
+        torch.equal(loaded.masks[n], m) for n, m in masks.items()
+    )
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.001, 0.03, 0.07, 0.3, 0.6, 0.97, 1.0])
 def test_round_trip_is_bit_equal_at_any_sparsity(tmp_path, keep):
     w, mask = random_masked(30, 40, 3, 3, keep=keep)
-    assert_round_trip(tmp_path / "x", {"w": w, "b": torch.randn(30)}, {"w": mask}, {"kept": int(mask.sum())})
+    assert_round_trip(
+        tmp_path / "x", {"w": w, "b": torch.randn(30)}, {"w": mask}, {"kept": int(mask.sum())}
+    )
 
 
 def test_odd_values_are_kept_bit_by_bit(tmp_path):
@@ -53,12 +57,20 @@ def test_odd_values_are_kept_bit_by_bit(tmp_path):
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_comes_back(tmp_path, name):
-    raw = (torch.rand(600) < 0.1).to(torch.uint8) if name == "bool" else torch.randint(256, (600 * DTYPES[name].itemsize,))
+    raw = (
+        (torch.rand(600) < 0.1).to(torch.uint8)
+        if name == "bool"
+        else torch.randint(256, (600 * DTYPES[name].itemsize,))
+    )
     raw = raw.to(torch.uint8).view(-1, DTYPES[name].itemsize)
     raw[torch.rand(600) < 0.9] = 0
     w = raw.reshape(-1).view(DTYPES[name]).reshape(20, 30)
     empty = torch.zeros(0, 3, dtype=DTYPES[name])
-    scalar = torch.ones((), dtype=torch.uint8).to(DTYPES[name]) if w.dtype != torch.bool else torch.tensor(True)
+    scalar = (
+        torch.ones((), dtype=torch.uint8).to(DTYPES[name])
+        if w.dtype != torch.bool
+        else torch.tensor(True)
+    )
     assert_round_trip(tmp_path / "x", {"w": w, "empty": empty, "scalar": scalar}, {}, {})
 
 
@@ -68,7 +80,9 @@ def test_round_trip_of_anything(tmp_path_factory, seed, keep, shape):
     torch.manual_seed(seed)
     w, mask = random_masked(*shape, keep=keep)
     w.masked_fill_(torch.rand(shape) < 0.1, 0.0)
-    assert_round_trip(tmp_path_factory.mktemp("c") / "x", {"w": w, "v": w + 1}, {"w": mask}, {"é": [1, None, "x"]})
+    assert_round_trip(
+        tmp_path_factory.mktemp("c") / "x", {"w": w, "v": w + 1}, {"w": mask}, {"é": [1, None, "x"]}
+    )
 
 
 def test_bytes_add_up_to_the_file(tmp_path):
@@ -76,9 +90,13 @@ def test_bytes_add_up_to_the_file(tmp_path):
     done = lobs.save_compact(tmp_path / "x", {"w": w, "b": torch.randn(100)}, {"w": mask})
     assert done.file_bytes == done.path.stat().st_size
     stored = load_file(done.path)
-    assert sum(t.stored_bytes for t in done.tensors) == sum(t.numel() * t.element_size() for t in stored.values())
+    assert sum(t.stored_bytes for t in done.tensors) == sum(
+        t.numel() * t.element_size() for t in stored.values()
+    )
     row = done.tensors[0]
-    assert row.kept == int(mask.sum()) and row.value_bytes < 4 * row.kept and row.dense_bytes == 80_000
+    assert (
+        row.kept == int(mask.sum()) and row.value_bytes < 4 * row.kept and row.dense_bytes == 80_000
+    )
     assert done.dense_bytes == 80_400
 
 
@@ -96,12 +114,18 @@ def test_lenet_300_at_seven_percent_takes_at_most_eleven_percent(tmp_path):
     for name, keep in (("fc1", 0.051), ("fc2", 0.2), ("fc3", 0.65)):
         weight = model.get_parameter(f"{name}.weight")
         order = weight.abs().flatten().argsort(descending=True)[: round(keep * weight.numel())]
-        masks[f"{name}.weight"] = torch.zeros(weight.numel(), dtype=torch.bool).index_fill_(0, order, True).view(weight.shape)
+        masks[f"{name}.weight"] = (
+            torch.zeros(weight.numel(), dtype=torch.bool)
+            .index_fill_(0, order, True)
+            .view(weight.shape)
+        )
     lobs.apply_masks(model, masks)
     done = lobs.save_compact(tmp_path / "x", model, masks)
     dense = lobs.save(tmp_path / "dense", model).stat().st_size
     assert done.file_bytes <= 0.11 * dense
-    assert all(same_bits(lobs.load(done.path).state_dict[n], t) for n, t in model.state_dict().items())
+    assert all(
+        same_bits(lobs.load(done.path).state_dict[n], t) for n, t in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["float16", "int8"])
@@ -109,14 +133,22 @@ def test_lenet_300_at_seven_percent_takes_at_most_eleven_percent(tmp_path):
 def test_quantised_values_stay_within_the_stated_error(tmp_path, kind, keep):
     w, mask = random_masked(30, 64, keep=keep)
     w[0] *= 1e-3
-    done = lobs.save_compact(tmp_path / "x", {"w": w, "b": torch.randn(30)}, {"w": mask}, values=kind)
+    done = lobs.save_compact(
+        tmp_path / "x", {"w": w, "b": torch.randn(30)}, {"w": mask}, values=kind
+    )
     loaded = lobs.load(done.path)
     moved = (loaded.state_dict["w"] - w).abs()
     assert float(moved.max()) == pytest.approx(done.tensors[0].largest_error)
-    limit = w.abs() * 2.0**-11 if kind == "float16" else (w.abs().amax(1, keepdim=True) / 254 * 1.001).expand_as(w)
+    limit = (
+        w.abs() * 2.0**-11
+        if kind == "float16"
+        else (w.abs().amax(1, keepdim=True) / 254 * 1.001).expand_as(w)
+    )
     assert bool((moved <= limit + 2.0**-25).all()) and done.tensors[1].largest_error == 0
     assert torch.equal(loaded.masks["w"], mask) and not (loaded.state_dict["w"][~mask] != 0).any()
-    assert done.tensors[0].value_bytes == int(mask.sum()) * (2 if kind == "float16" else 1) + (120 if kind == "int8" else 0)
+    assert done.tensors[0].value_bytes == int(mask.sum()) * (2 if kind == "float16" else 1) + (
+        120 if kind == "int8" else 0
+    )
 
 
 def test_values_that_cannot_be_rounded_are_refused(tmp_path):
@@ -178,17 +210,25 @@ HOSTILE = {
     "unknown": lambda lay, _: lay["w"].update(dtype="__import__"),
     "code": lambda lay, _: lay["w"].update(code="bits"),
     "mask": lambda lay, _: lay["w"].update(mask="full"),
-    "lying mask": lambda lay, st: (lay["w"].update(mask="own"), st.update({"w:mask": torch.zeros(313, dtype=torch.uint8)})),
+    "lying mask": lambda lay, st: (
+        lay["w"].update(mask="own"),
+        st.update({"w:mask": torch.zeros(313, dtype=torch.uint8)}),
+    ),
     "extra field": lambda lay, _: lay["w"].update(more=1),
     "missing part": lambda _, st: st.pop("w:gaps"),
     "foreign part": lambda _, st: st.update(foreign=torch.ones(2)),
     "no entry": lambda lay, _: lay.pop("w"),
     "top bytes": lambda _, st: st.update({"w:top": st["w:top"][:-4]}),
-    "top bomb": lambda _, st: st.update({"w:top": torch.frombuffer(bytearray(zlib.compress(bytes(10**7))), dtype=torch.uint8)}),
+    "top bomb": lambda _, st: st.update(
+        {"w:top": torch.frombuffer(bytearray(zlib.compress(bytes(10**7))), dtype=torch.uint8)}
+    ),
     "rest": lambda _, st: st.update({"w:rest": st["w:rest"][:-3]}),
     "half": lambda lay, _: lay["w"].update(values="float16"),
     "bias shape": lambda lay, _: lay["b"].update(shape=[5, 10]),
-    "bytes as truth": lambda lay, st: (lay["b"].update(dtype="bool"), st.update(b=torch.full((50,), 7, dtype=torch.uint8))),
+    "bytes as truth": lambda lay, st: (
+        lay["b"].update(dtype="bool"),
+        st.update(b=torch.full((50,), 7, dtype=torch.uint8)),
+    ),
 }
 
 

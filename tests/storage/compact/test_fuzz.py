@@ -16,12 +16,22 @@ from lobs import LobsError
 def original(path):
     torch.manual_seed(1)
     state, masks = {}, {}
-    for name, shape, keep in (("a.weight", (60, 100), 0.05), ("b.weight", (8, 4, 3, 3), 0.5), ("c.weight", (5, 8), 1.0)):
+    for name, shape, keep in (
+        ("a.weight", (60, 100), 0.05),
+        ("b.weight", (8, 4, 3, 3), 0.5),
+        ("c.weight", (5, 8), 1.0),
+    ):
         masks[name] = torch.rand(shape) < keep
         state[name] = torch.randn(shape).masked_fill(~masks[name], 0)
         state[name.replace("weight", "bias")] = torch.randn(shape[0])
     state["steps"] = torch.tensor(7)
-    lobs.save_compact(path, state, masks, {"kept": 1, "layers": []}, values=random.choice(["same", "float16", "int8"]))
+    lobs.save_compact(
+        path,
+        state,
+        masks,
+        {"kept": 1, "layers": []},
+        values=random.choice(["same", "float16", "int8"]),
+    )
     return path.read_bytes()
 
 
@@ -71,7 +81,9 @@ def header_value(data, rng):
     place = rng.choice(list(header))
     inner = header[place]
     key = rng.choice(list(inner))
-    inner[key] = rng.choice(["", "x", 0, -1, 2**63, 2**64, [], {}, None, True, 1e308, [0, 2**62], "[" * 5000, "\ud800"])
+    inner[key] = rng.choice(
+        ["", "x", 0, -1, 2**63, 2**64, [], {}, None, True, 1e308, [0, 2**62], "[" * 5000, "\ud800"]
+    )
     if rng.random() < 0.2:
         del inner[key]
     text = json.dumps(header).encode()
@@ -79,7 +91,10 @@ def header_value(data, rng):
 
 
 def length_field(data, rng):
-    return struct.pack("<Q", rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, rng.randrange(2 * len(data))])) + data[8:]
+    return (
+        struct.pack("<Q", rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, rng.randrange(2 * len(data))]))
+        + data[8:]
+    )
 
 
 MUTATIONS = (flip, flip, overwrite, cut, grow, swap, header_number, header_value, length_field)
@@ -89,7 +104,10 @@ def same(one, other):
     return (
         one.record == other.record
         and list(one.state_dict) == list(other.state_dict)
-        and all(torch.equal(t, other.state_dict[n]) and t.dtype == other.state_dict[n].dtype for n, t in one.state_dict.items())
+        and all(
+            torch.equal(t, other.state_dict[n]) and t.dtype == other.state_dict[n].dtype
+            for n, t in one.state_dict.items()
+        )
         and one.masks.keys() == other.masks.keys()
         and all(torch.equal(m, other.masks[n]) for n, m in one.masks.items())
     )

@@ -6,4 +6,12 @@ from lobs.deploy.accelerate.acceleration import Acceleration, accelerate
 from lobs.deploy.accelerate.layerwise import LayerTiming
 from lobs._system.stopwatch import Interval, median, speedup, take_turns
 
-__all__ = ["Acceleration", "Interval", "LayerTiming", "accelerate", "median", "speedup", "take_turns"]
+__all__ = [
+    "Acceleration",
+    "Interval",
+    "LayerTiming",
+    "accelerate",
+    "median",
+    "speedup",
+    "take_turns",
+]

@@ -30,17 +30,30 @@ class Acceleration:
 
     def summary(self) -> str:
         """The crossover table, in plain text: microseconds by layer and implementation."""
-        kinds = [k for k in ("dense", "csr", "bsr", "compiled", "shrunk") if any(k in row.seconds for row in self.layers)]
+        kinds = [
+            k
+            for k in ("dense", "csr", "bsr", "compiled", "shrunk")
+            if any(k in row.seconds for row in self.layers)
+        ]
         width = max([len(row.name) for row in self.layers] + [5])
-        head = f"{'layer':<{width}}  {'shape':>14}  {'kept':>6}" + "".join(f"  {k + ' µs':>12}" for k in kinds)
+        head = f"{'layer':<{width}}  {'shape':>14}  {'kept':>6}" + "".join(
+            f"  {k + ' µs':>12}" for k in kinds
+        )
         lines = [f"{head}  {'chosen':>9}  {'crossover':>9}"]
         for row in self.layers:
-            cells = "".join(f"  {row.seconds[k] * 1e6:>12.1f}" if k in row.seconds else f"  {'–':>12}" for k in kinds)
+            cells = "".join(
+                f"  {row.seconds[k] * 1e6:>12.1f}" if k in row.seconds else f"  {'–':>12}"
+                for k in kinds
+            )
             crossover = "–" if row.crossover is None else f"{row.crossover:.1%}"
             shape = "×".join(map(str, row.shape))
-            lines.append(f"{row.name:<{width}}  {shape:>14}  {row.kept:>6.1%}{cells}  {row.chosen:>9}  {crossover:>9}")
+            lines.append(
+                f"{row.name:<{width}}  {shape:>14}  {row.kept:>6.1%}{cells}  {row.chosen:>9}  "
+                f"{crossover:>9}"
+            )
         lines.append(
-            f"whole network, batch {self.batch}: dense {_micro(self.dense)} µs, accelerated {_micro(self.accelerated)} µs, "
+            f"whole network, batch {self.batch}: dense {_micro(self.dense)} µs, accelerated "
+            f"{_micro(self.accelerated)} µs, "
             f"{self.speedup:.2f} times faster (medians with 95 % intervals)"
         )
         return "\n".join(lines + ([self.note] if self.note else []))
@@ -56,17 +69,19 @@ def accelerate(
 ) -> Acceleration:
     """Replace layers by the fastest exact implementation for an example batch; never slower, or it stays dense.
 
-    Each Linear and Conv2d is timed on the input it gets from `example`: dense torch, torch's CSR and BSR, a compiled sparse
-    kernel, and dense without the rows and columns that died. Runs of Linear and ReLU in a Sequential are also tried as one
-    compiled call. A replacement must win by more than `margin` and by more than the noise; last, the whole network must.
+    Each Linear and Conv2d is timed on the input it gets from `example`: dense torch, torch's CSR
+    and BSR, a compiled sparse kernel, and dense without the rows and columns that died. Runs of
+    Linear and ReLU in a Sequential are also tried as one compiled call. A replacement must win by
+    more than `margin` and by more than the noise; last, the whole network must.
 
-    The copy computes densely whatever it was not measured for: training, gradients, autocast, other devices and dtypes,
-    and inputs more than twice as large or small. If its weights change (in place; not through `.data`), the sparse copies
-    follow.
+    The copy computes densely whatever it was not measured for: training, gradients, autocast, other
+    devices and dtypes, and inputs more than twice as large or small. If its weights change (in
+    place; not through `.data`), the sparse copies follow.
 
     Args:
         model: the network; it is copied, not changed.
-        example: a batch as it will come: a tensor, a tuple whose first item is the input, or a mapping of keyword arguments.
+        example: a batch as it will come: a tensor, a tuple whose first item is the input, or a
+            mapping of keyword arguments.
         margin: by how much faster a replacement must be.
         seconds: how long to measure each layer, about.
         progress: show a bar while measuring.
@@ -83,10 +98,14 @@ def accelerate(
                 fast = replaced(fast, name, better) if better is not None else fast
                 advance(1)
         fast, fused = fuse(fast, inputs, example, margin, seconds)
-        samples = take_turns({"dense": runner(dense, example), "fast": runner(fast, example)}, 2 * seconds, 41)
+        samples = take_turns(
+            {"dense": runner(dense, example), "fast": runner(fast, example)}, 2 * seconds, 41
+        )
         gain, note = speedup(samples["dense"], samples["fast"]), ""
         changed = any(row.chosen != "dense" for row in (*rows, *fused))
-        if changed and (gain.low <= 1 or not close(_answers(fast, example), _answers(dense, example))):
+        if changed and (
+            gain.low <= 1 or not close(_answers(fast, example), _answers(dense, example))
+        ):
             note = "the whole network was not reliably faster, so it stays dense"
             fast = dense
         elif not changed:
@@ -94,7 +113,13 @@ def accelerate(
         if fast is dense or not changed:
             samples["fast"], gain = samples["dense"], Interval(1.0, 1.0, 1.0)
     return Acceleration(
-        fast, (*rows, *fused), median(samples["dense"]), median(samples["fast"]), gain, batch_size(example), note
+        fast,
+        (*rows, *fused),
+        median(samples["dense"]),
+        median(samples["fast"]),
+        gain,
+        batch_size(example),
+        note,
     )
 
 

@@ -1,10 +1,11 @@
 """Sparse layers compiled for CPUs with numba: exact up to the order of float32 sums, for finite inputs.
 
-Matrices are rows of (column, value); all that indexes is uint32, which spares a test for negative indices in every step. One
-input is a gather per weight. Many inputs are turned to [features, batch] first, so that the loop over the batch is contiguous
-and vectorises; a chain of layers stays in that form until its end. A convolution is the same with planes of pixels in the
-place of the batch: a weight stands for a plane, shifted, times a number. With strides, planes are first split by phase, so that
-shifts stay contiguous.
+Matrices are rows of (column, value); all that indexes is uint32, which spares a test for negative
+indices in every step. One input is a gather per weight. Many inputs are turned to [features, batch]
+first, so that the loop over the batch is contiguous and vectorises; a chain of layers stays in that
+form until its end. A convolution is the same with planes of pixels in the place of the batch: a
+weight stands for a plane, shifted, times a number. With strides, planes are first split by phase,
+so that shifts stay contiguous.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ _1, _2, _3, _4, _SHORT = (np.uint32(n) for n in (1, 2, 3, 4, 48))
 
 def _compile(function: Callable[..., Any]) -> Any:
     """Compile without the GIL and keep the result on disk; where nothing can be kept, compile anew in every process."""
-    # Fused multiply-adds are welcome, assuming away NaN and infinity is not; the order of sums is written out below.
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+    # Fused multiply-adds are welcome, assuming away NaN and infinity is not; the order of sums is
+    # written out below.
+    options: dict[str, Any] = {
+        "nogil": True,
+        "error_model": "numpy",
+        "fastmath": {"contract", "nsz"},
+    }
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba's word for "no folder to write to"
@@ -38,7 +44,15 @@ def chain_of_one(x, starts, columns, values, bias, widths, relu, out):
     for layer in range(layers):
         width = widths[layer + 1]
         there = out if layer == layers - 1 else np.empty(width, np.float32)
-        _gather(here, starts[row : row + width + 1], columns, values, bias[row : row + width], relu[layer], there)
+        _gather(
+            here,
+            starts[row : row + width + 1],
+            columns,
+            values,
+            bias[row : row + width],
+            relu[layer],
+            there,
+        )
         here = there
         row += width
 
@@ -128,7 +142,8 @@ def _add_rows(x, columns, values, start, stop, line):
 def convolve(planes, starts, offsets, values, bias, wide, out):
     """Sparse convolution: planes [batch, all pixels], a weight's offset saying where its shifted plane begins.
 
-    Sums run over whole lines of `wide` pixels, the ends of which belong to no output and are left behind.
+    Sums run over whole lines of `wide` pixels, the ends of which belong to no output and are left
+    behind.
     """
     batch, channels, high, width = out.shape
     span = (high - 1) * wide + width
@@ -139,7 +154,9 @@ def convolve(planes, starts, offsets, values, bias, wide, out):
             line[:] = bias[channel]
             for left in range(0, span, _PLANE):
                 part = line[left : min(span, left + _PLANE)]
-                _add_shifted(flat, offsets, values, starts[channel], starts[channel + 1], left, part)
+                _add_shifted(
+                    flat, offsets, values, starts[channel], starts[channel + 1], left, part
+                )
             for y in range(high):
                 for x in range(width):
                     out[image, channel, y, x] = line[y * wide + x]

@@ -14,7 +14,8 @@ from lobs._system.threads import workers
 from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one, convolve
 
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-_NEAR = 2  # an engine runs for inputs up to this factor larger or smaller than the one it was measured with
+# an engine runs for inputs up to this factor larger or smaller than the one it was measured with
+_NEAR = 2
 
 
 class Engine(ABC):
@@ -29,19 +30,35 @@ class Engine(ABC):
 
     def takes(self, x: Tensor) -> bool:
         """Whether this input, here and now, is one to compute; False means: let dense torch do it."""
-        if type(x) is not Tensor or x.dtype is not torch.float32 or not x.is_cpu or not self.least <= x.numel() <= self.most:
+        if (
+            type(x) is not Tensor
+            or x.dtype is not torch.float32
+            or not x.is_cpu
+            or not self.least <= x.numel() <= self.most
+        ):
             return False
-        if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or _tracing() or _transformed():
+        if (
+            torch.is_autocast_enabled("cpu")
+            or torch.compiler.is_compiling()
+            or _tracing()
+            or _transformed()
+        ):
             return False
         if not self.fits(x):
             return False
-        if torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for _, _, tensor in self.watched)):
+        if torch.is_grad_enabled() and (
+            x.requires_grad or any(tensor.requires_grad for _, _, tensor in self.watched)
+        ):
             return False
         for layer in self.layers:
             if layer.training:
                 return False
         version = 0
-        for slots, key, tensor in self.watched:  # slots, because a module's own look-up takes longer than a small layer
+        for (
+            slots,
+            key,
+            tensor,
+        ) in self.watched:  # slots, because a module's own look-up takes longer than a small layer
             if slots[key] is not tensor:
                 self.refresh()
                 return True
@@ -89,7 +106,11 @@ def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
 
 def bias_of(layer: nn.Linear | nn.Conv2d) -> Any:
     """A layer's bias, zeros where it has none."""
-    return np.zeros(len(layer.weight), np.float32) if layer.bias is None else layer.bias.detach().numpy().copy()
+    return (
+        np.zeros(len(layer.weight), np.float32)
+        if layer.bias is None
+        else layer.bias.detach().numpy().copy()
+    )
 
 
 class ChainEngine(Engine):
@@ -97,7 +118,13 @@ class ChainEngine(Engine):
 
     name = "compiled"
 
-    def __init__(self, layers: Sequence[nn.Linear], relu: Sequence[bool], example: Tensor, flatten: bool = False) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Linear],
+        relu: Sequence[bool],
+        example: Tensor,
+        flatten: bool = False,
+    ) -> None:
         self.relu, self.flatten = np.array(relu, np.bool_), flatten
         super().__init__(layers, example)
 
@@ -109,8 +136,17 @@ class ChainEngine(Engine):
         columns = np.concatenate([c for _, c, _ in pieces])
         values = np.concatenate([v for _, _, v in pieces])
         bias = np.concatenate([bias_of(layer) for layer in self.layers])
-        widths = np.array([self.layers[0].weight.shape[1]] + [len(layer.weight) for layer in self.layers])
-        self.arrays = (np.concatenate([*starts, before[-1:]]).astype(np.uint32), columns, values, bias, widths, self.relu)
+        widths = np.array(
+            [self.layers[0].weight.shape[1]] + [len(layer.weight) for layer in self.layers]
+        )
+        self.arrays = (
+            np.concatenate([*starts, before[-1:]]).astype(np.uint32),
+            columns,
+            values,
+            bias,
+            widths,
+            self.relu,
+        )
         self.features, self.units = int(widths[0]), int(widths[-1])
 
     def fits(self, x: Tensor) -> bool:
@@ -130,7 +166,9 @@ class ChainEngine(Engine):
         else:
             out = np.empty((given.size // self.features, self.units), np.float32)
             spread(chain_of_many, given.reshape(-1, self.features), self.arrays, out, step=64)
-        return torch.from_numpy(out.reshape((*given.shape[: 1 if self.flatten else -1], self.units)))
+        return torch.from_numpy(
+            out.reshape((*given.shape[: 1 if self.flatten else -1], self.units))
+        )
 
 
 class ConvEngine(Engine):
@@ -153,7 +191,9 @@ class ConvEngine(Engine):
             return False
         around = conv._reversed_padding_repeated_twice
         reach = [d * (k - 1) + 1 for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-        return x.shape[-2] + sum(around[2:]) >= reach[0] and x.shape[-1] + sum(around[:2]) >= reach[1]
+        return (
+            x.shape[-2] + sum(around[2:]) >= reach[0] and x.shape[-1] + sum(around[:2]) >= reach[1]
+        )
 
     def run(self, x: Tensor) -> Tensor:
         """Pad, split by phase of the stride, and add shifted planes."""
@@ -164,11 +204,18 @@ class ConvEngine(Engine):
             mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
             image = nn.functional.pad(image, around, mode=mode)
         (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
-        high, wide = (image.shape[2] - dh * (kh - 1) - 1) // sh + 1, (image.shape[3] - dw * (kw - 1) - 1) // sw + 1
+        high, wide = (
+            (image.shape[2] - dh * (kh - 1) - 1) // sh + 1,
+            (image.shape[3] - dw * (kw - 1) - 1) // sw + 1,
+        )
         tall, broad = -(-image.shape[2] // sh), -(-image.shape[3] // sw)
         if sh > 1 or sw > 1:
-            image = nn.functional.pad(image, [0, broad * sw - image.shape[3], 0, tall * sh - image.shape[2]])
-            image = image.unflatten(3, (broad, sw)).unflatten(2, (tall, sh)).permute(0, 1, 3, 5, 2, 4)  # type: ignore[no-untyped-call]
+            image = nn.functional.pad(
+                image, [0, broad * sw - image.shape[3], 0, tall * sh - image.shape[2]]
+            )
+            image = (
+                image.unflatten(3, (broad, sw)).unflatten(2, (tall, sh)).permute(0, 1, 3, 5, 2, 4)
+            )  # type: ignore[no-untyped-call]
         planes = image.reshape(len(image), -1).contiguous().numpy()
         out = np.empty((len(planes), len(self.bias), high, wide), np.float32)
         arrays = (self.starts, self._offsets(tall, broad), self.values, self.bias, broad)
@@ -189,7 +236,9 @@ class ConvEngine(Engine):
         per = conv.in_channels // conv.groups
         position = self.flat.astype(np.int64)
         channel, y, x = position // (kh * kw), position // kw % kh * dh, position % kw * dw
-        group = np.repeat(np.arange(len(self.bias)), np.diff(self.starts)) // (len(self.bias) // conv.groups)
+        group = np.repeat(np.arange(len(self.bias)), np.diff(self.starts)) // (
+            len(self.bias) // conv.groups
+        )
         plane = ((group * per + channel) * sh + y % sh) * sw + x % sw
         return (plane * tall * broad + y // sh * broad + x // sw).astype(np.int64)
 
@@ -201,10 +250,15 @@ def _version(tensor: Tensor) -> int:
 
 def _transformed() -> bool:
     """Whether torch.func or forward-mode differentiation is at work: tensors then are not what they seem."""
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return (
+        torch.autograd.forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
-def spread(kernel: Callable[..., None], x: Any, arrays: tuple[Any, ...], out: Any, step: int) -> None:
+def spread(
+    kernel: Callable[..., None], x: Any, arrays: tuple[Any, ...], out: Any, step: int
+) -> None:
     """Run a kernel over the first dimension, in as many threads as torch would use where each gets work worth it."""
     threads = torch.get_num_threads()
     work = len(arrays[2]) * (out.size // max(1, len(arrays[3])))  # multiply-adds

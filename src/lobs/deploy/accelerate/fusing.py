@@ -47,13 +47,16 @@ def fuse(
 def runs_of_linear(sequential: nn.Sequential) -> list[tuple[int, int]]:
     """Stretches of at least two modules that one compiled chain computes: Linear, each with a ReLU behind it or not.
 
-    A Flatten of all but the batch may come first; what eval mode does nothing with (Dropout, Identity) is passed over.
+    A Flatten of all but the batch may come first; what eval mode does nothing with (Dropout,
+    Identity) is passed over.
     """
     modules = list(sequential)
     runs, at = [], 0
     while at < len(modules):
         stop = at + 1 if _flattens(modules[at]) else at
-        while stop < len(modules) and _chains(modules[stop], stop > at and not _flattens(modules[stop - 1])):
+        while stop < len(modules) and _chains(
+            modules[stop], stop > at and not _flattens(modules[stop - 1])
+        ):
             stop += 1
         if sum(isinstance(m, nn.Linear) for m in modules[at:stop]) and stop - at > 1:
             runs.append((at, stop))
@@ -69,25 +72,39 @@ def _chains(module: nn.Module, inside: bool) -> bool:
 
 
 def _flattens(module: nn.Module) -> bool:
-    return type(module) is nn.Flatten and module.start_dim == 1 and module.end_dim == -1 and not module._forward_hooks
+    return (
+        type(module) is nn.Flatten
+        and module.start_dim == 1
+        and module.end_dim == -1
+        and not module._forward_hooks
+    )
 
 
-def _measure_run(part: nn.Sequential, x: Tensor, margin: float, seconds: float) -> tuple[LayerTiming, ChainEngine | None]:
+def _measure_run(
+    part: nn.Sequential, x: Tensor, margin: float, seconds: float
+) -> tuple[LayerTiming, ChainEngine | None]:
     modules = list(part)
     layers = [m for m in modules if isinstance(m, nn.Linear)]
-    plain = nn.Sequential(*[same_as(nn.Linear, m) if isinstance(m, nn.Linear) else m for m in modules])
+    plain = nn.Sequential(
+        *[same_as(nn.Linear, m) if isinstance(m, nn.Linear) else m for m in modules]
+    )
     engine = ChainEngine(layers, _relus(modules), x, flatten=_flattens(modules[0]))
     fused = same_as(FastSequential, part)
     fused.runs = [(0, len(modules), engine)]
     kept = sum(int((m.weight != 0).sum()) for m in layers) / sum(m.weight.numel() for m in layers)
     name = " + ".join(n for n, m in part.named_children() if isinstance(m, nn.Linear))
     shape = (layers[0].in_features, *(m.out_features for m in layers))
-    samples = take_turns({"dense": runner(plain, x), "single": runner(part, x), "compiled": runner(fused, x)}, seconds)
+    samples = take_turns(
+        {"dense": runner(plain, x), "single": runner(part, x), "compiled": runner(fused, x)},
+        seconds,
+    )
     times = {kind: median(taken).middle for kind, taken in samples.items()}
     chosen, gain = best({k: samples[k] for k in ("dense", "compiled")}, margin)
     better = chosen == "compiled" and speedup(samples["single"], samples["compiled"]).low > 1
     if not better or not close([fused(x)], [plain(x)]):
-        return LayerTiming(name, shape, kept, times, "single" if chosen == "compiled" else "dense", 1.0), None
+        return LayerTiming(
+            name, shape, kept, times, "single" if chosen == "compiled" else "dense", 1.0
+        ), None
     return LayerTiming(name, shape, kept, times, chosen, gain), engine
 
 
@@ -104,7 +121,9 @@ def _relus(modules: list[nn.Module]) -> list[bool]:
 
 def _seen(model: nn.Module, module: nn.Module, example: Any) -> Tensor | None:
     found: list[Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, args: found.append(args[0].detach().clone()))
+    handle = module.register_forward_pre_hook(
+        lambda _, args: found.append(args[0].detach().clone())
+    )
     try:
         call(model, example)
     finally:

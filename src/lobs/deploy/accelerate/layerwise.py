@@ -24,8 +24,8 @@ _EXACT = 1e-4  # of the largest output: what another order of float32 sums may m
 class LayerTiming:
     """One layer, or a run of layers computed at once: seconds a call of every implementation, and the one chosen.
 
-    `crossover` estimates the fraction of kept weights at which the compiled kernel would be no faster than dense, from its
-    time at this fraction and its time with no weights at all.
+    `crossover` estimates the fraction of kept weights at which the compiled kernel would be no
+    faster than dense, from its time at this fraction and its time with no weights at all.
     """
 
     name: str
@@ -41,9 +41,15 @@ def replaceable(module: nn.Module) -> bool:
     """A plain Linear or Conv2d in float32 on the CPU, without hooks or parametrisations that a replacement would pass by."""
     if type(module) not in (nn.Linear, nn.Conv2d) or parametrize.is_parametrized(module):
         return False
-    if module._forward_hooks or module._forward_pre_hooks or not isinstance(module.weight, nn.Parameter):
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or not isinstance(module.weight, nn.Parameter)
+    ):
         return False
-    return bool(module.weight.is_cpu and module.weight.dtype == torch.float32 and module.weight.numel())
+    return bool(
+        module.weight.is_cpu and module.weight.dtype == torch.float32 and module.weight.numel()
+    )
 
 
 def measure_layer(
@@ -62,7 +68,13 @@ def measure_layer(
     chosen, gain = best(samples, margin)
     crossover = _crossover(layer, x, kept, samples) if "compiled" in candidates and kept else None
     row = LayerTiming(
-        name, tuple(layer.weight.shape), kept, {k: median(s).middle for k, s in samples.items()}, chosen, gain, crossover
+        name,
+        tuple(layer.weight.shape),
+        kept,
+        {k: median(s).middle for k, s in samples.items()},
+        chosen,
+        gain,
+        crossover,
     )
     return row, None if chosen == "dense" else candidates[chosen]
 
@@ -82,7 +94,9 @@ def _engines(layer: nn.Module, x: Tensor) -> dict[str, Callable[[], Engine]]:
     return makers
 
 
-def _working(layer: nn.Linear | nn.Conv2d, make: Callable[[], Engine], x: Tensor) -> nn.Module | None:
+def _working(
+    layer: nn.Linear | nn.Conv2d, make: Callable[[], Engine], x: Tensor
+) -> nn.Module | None:
     """The layer with an engine, unless this build of torch lacks it or its answer is not the same."""
     try:
         fast = fast_layer(layer, make())
@@ -93,7 +107,9 @@ def _working(layer: nn.Linear | nn.Conv2d, make: Callable[[], Engine], x: Tensor
 
 def best(samples: Samples, margin: float) -> tuple[str, float]:
     """The fastest that is faster than dense beyond margin and noise."""
-    ratios = {kind: speedup(samples["dense"], taken) for kind, taken in samples.items() if kind != "dense"}
+    ratios = {
+        kind: speedup(samples["dense"], taken) for kind, taken in samples.items() if kind != "dense"
+    }
     sure = {kind: ratio.middle for kind, ratio in ratios.items() if ratio.low > 1 + margin}
     chosen = max(sure, key=lambda kind: sure[kind], default="dense")
     return chosen, sure.get(chosen, 1.0)
@@ -116,7 +132,8 @@ def runner(model: nn.Module, example: Any) -> Callable[[], Any]:
     x = example[0] if isinstance(example, tuple | list) else example
     if not isinstance(x, Tensor):
         raise CalibrationError(
-            f"cannot run an example of type {type(x).__name__}: give a tensor, a tuple or keyword arguments."
+            f"cannot run an example of type {type(x).__name__}: give a tensor, a tuple or keyword "
+            "arguments."
         )
     return lambda: model(x)
 
@@ -124,4 +141,7 @@ def runner(model: nn.Module, example: Any) -> Callable[[], Any]:
 def close(one: list[Tensor], other: list[Tensor]) -> bool:
     """Whether answers differ by no more than another order of sums explains."""
     pairs = list(zip(one, other, strict=True))
-    return all(a.shape == b.shape and float((a - b).abs().max()) <= _EXACT * (1e-6 + float(b.abs().max())) for a, b in pairs)
+    return all(
+        a.shape == b.shape and float((a - b).abs().max()) <= _EXACT * (1e-6 + float(b.abs().max()))
+        for a, b in pairs
+    )

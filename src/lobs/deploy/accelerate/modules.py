@@ -1,7 +1,7 @@
 """Modules that compute with an engine where it applies and with dense torch where not.
 
-They share the parameters of the module they stand for and keep its names, so that state dicts, `isinstance` and indexing stay
-as they were.
+They share the parameters of the module they stand for and keep its names, so that state dicts,
+`isinstance` and indexing stay as they were.
 """
 
 from __future__ import annotations
@@ -78,13 +78,20 @@ def _through(modules: list[Any], x: Any) -> Any:
 def same_as(kind: type[M], module: nn.Module) -> M:
     """A module of another class with the same parameters, names and settings."""
     twin = kind.__new__(kind)
-    twin.__dict__.update({key: value.copy() if isinstance(value, dict) else value for key, value in module.__dict__.items()})
+    twin.__dict__.update(
+        {
+            key: value.copy() if isinstance(value, dict) else value
+            for key, value in module.__dict__.items()
+        }
+    )
     return twin
 
 
 def fast_layer(layer: nn.Linear | nn.Conv2d, engine: Engine) -> FastLinear | FastConv2d:
     """The layer, computed by an engine."""
-    fast = same_as(FastConv2d, layer) if isinstance(layer, nn.Conv2d) else same_as(FastLinear, layer)
+    fast = (
+        same_as(FastConv2d, layer) if isinstance(layer, nn.Conv2d) else same_as(FastLinear, layer)
+    )
     fast.engine = engine
     engine.attach([fast])
     return fast

@@ -16,7 +16,9 @@ class CsrEngine(Engine):
 
     def prepare(self) -> None:
         """The weight as a sparse tensor."""
-        with warnings.catch_warnings():  # torch announces, once, that its sparse formats are in beta
+        with (
+            warnings.catch_warnings()
+        ):  # torch announces, once, that its sparse formats are in beta
             warnings.filterwarnings("ignore", "Sparse .* tensor support is in beta", UserWarning)
             self.weight = self.compress(self.layers[0].weight.detach())
         self.bias = self.layers[0].bias
@@ -48,7 +50,9 @@ class BsrEngine(CsrEngine):
         rows, columns = weight.shape
         if rows % cls.block or columns % cls.block:
             return False
-        blocks = weight.detach().reshape(rows // cls.block, cls.block, columns // cls.block, cls.block)
+        blocks = weight.detach().reshape(
+            rows // cls.block, cls.block, columns // cls.block, cls.block
+        )
         return float((blocks != 0).any(dim=3).any(dim=1).float().mean()) < 2 / 3
 
 
@@ -65,7 +69,10 @@ class ShrunkEngine(Engine):
         self.weight = weight[self.rows][:, self.columns].contiguous()
         self.bias = None if layer.bias is None else layer.bias.detach()
         self.axis = 1 if isinstance(layer, nn.Conv2d) else -1
-        self.all_rows, self.all_columns = len(self.rows) == len(weight), len(self.columns) == weight.shape[1]
+        self.all_rows, self.all_columns = (
+            len(self.rows) == len(weight),
+            len(self.columns) == weight.shape[1],
+        )
 
     def fits(self, x: Tensor) -> bool:
         """Features last, or a batch of images."""
@@ -80,7 +87,9 @@ class ShrunkEngine(Engine):
             part = part.index_select(self.axis, self.columns)
         bias = self.bias if self.bias is None or self.all_rows else self.bias[self.rows]
         if isinstance(layer, nn.Conv2d):
-            out = nn.functional.conv2d(part, self.weight, bias, layer.stride, layer.padding, layer.dilation)
+            out = nn.functional.conv2d(
+                part, self.weight, bias, layer.stride, layer.padding, layer.dilation
+            )
         else:
             out = nn.functional.linear(part, self.weight, bias)
         if self.all_rows:

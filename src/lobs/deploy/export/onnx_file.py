@@ -44,8 +44,8 @@ def export_onnx(
 ) -> OnnxFile:
     """Write an ONNX file with torch's exporter and keep it only if onnxruntime agrees with torch on the example.
 
-    Zeros stay zeros: ONNX has no sparse layers that runtimes support, so the file is dense. Needs the extra `lobs[onnx]`.
-    The opset is the one torch writes today unless you name another.
+    Zeros stay zeros: ONNX has no sparse layers that runtimes support, so the file is dense. Needs
+    the extra `lobs[onnx]`. The opset is the one torch writes today unless you name another.
     """
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -67,17 +67,24 @@ def export_onnx(
                 verbose=False,
             )
         except Exception as error:  # torch.onnx raises whatever its passes raise
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            first = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ExportError(f"torch.onnx cannot follow this network: {first}{hint}") from error
         assert program is not None
-        names, answers = _run(partial, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)])
+        names, answers = _run(
+            partial, [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        )
         difference = largest_difference(answers, _tensors(frozen(*args, **kwargs)))
         if not difference <= tolerance:  # NaN is no agreement
             raise ExportError(
-                f"onnxruntime differs from torch by {difference:.3g} on the example; at most {tolerance:g} is allowed."
+                f"onnxruntime differs from torch by {difference:.3g} on the example; at most "
+                f"{tolerance:g} is allowed."
             )
-        written = next(int(entry) for domain, entry in program.model.opset_imports.items() if domain == "")
+        written = next(
+            int(entry) for domain, entry in program.model.opset_imports.items() if domain == ""
+        )
     return OnnxFile(Path(path), written, names, difference)
 
 
@@ -87,7 +94,10 @@ def _run(path: Path, inputs: list[Tensor]) -> tuple[tuple[str, ...], list[Tensor
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = tuple(entry.name for entry in session.get_inputs())
     if len(names) != len(inputs):
-        raise ExportError(f"the ONNX file takes {len(names)} inputs, the example has {len(inputs)}: some are never used.")
+        raise ExportError(
+            f"the ONNX file takes {len(names)} inputs, the example has {len(inputs)}: some are "
+            "never used."
+        )
     fed = {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)}
     return names, [torch.from_numpy(answer) for answer in session.run(None, fed)]
 

@@ -16,11 +16,16 @@ from lobs.storage.atomic import atomic_write
 
 
 def export_program(
-    model: nn.Module, example: Any, path: str | os.PathLike[str] | None = None, *, dynamic_batch: bool = True
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    dynamic_batch: bool = True,
 ) -> torch.export.ExportedProgram:
     """The network as an ExportedProgram, checked against the network on the example; saved (.pt2) where a path is given.
 
-    Accelerated networks are exported as the dense ones they stand for: a compiled kernel of this machine is no use elsewhere.
+    Accelerated networks are exported as the dense ones they stand for: a compiled kernel of this
+    machine is no use elsewhere.
     """
     frozen = copy.deepcopy(model).eval()
     args, kwargs = arguments(example)
@@ -31,12 +36,16 @@ def export_program(
             given = (args, kwargs) if shapes is None else (doubled(args), doubled(kwargs))
             program = torch.export.export(frozen, *given, dynamic_shapes=shapes)
         except Exception as error:  # torch.export raises whatever its passes raise
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            first = (
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            )
             hint = "; try dynamic_batch=False" if dynamic_batch else ""
             raise ExportError(f"torch.export cannot follow this network: {first}{hint}") from error
         difference = largest_difference(program.module()(*args, **kwargs), frozen(*args, **kwargs))
         if not difference <= 1e-4:  # NaN is no agreement
-            raise ExportError(f"the exported program differs from the network by {difference:.3g} on the example.")
+            raise ExportError(
+                f"the exported program differs from the network by {difference:.3g} on the example."
+            )
         if path is not None:
             with atomic_write(path) as partial, partial.open("wb") as file:
                 torch.export.save(program, file)
@@ -49,7 +58,10 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(example)
     x = example[0] if isinstance(example, tuple | list) and example else example
     if not isinstance(x, Tensor):
-        raise ExportError(f"cannot export with an example of type {type(x).__name__}: give a tensor, a tuple or a mapping.")
+        raise ExportError(
+            f"cannot export with an example of type {type(x).__name__}: give a tensor, a tuple or "
+            "a mapping."
+        )
     return (x,), {}
 
 
@@ -69,7 +81,9 @@ def largest_difference(one: Any, other: Any) -> float:
     Infinities of one sign agree, as do NaN; one without its like makes it infinite.
     """
     ours, theirs = (_leaves(answer) for answer in (one, other))
-    if len(ours) != len(theirs) or any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
+    if len(ours) != len(theirs) or any(
+        a.shape != b.shape for a, b in zip(ours, theirs, strict=True)
+    ):
         raise ExportError("the exported network answers with other tensors than the network.")
     pairs = [(a.double(), b.double()) for a, b in zip(ours, theirs, strict=True) if a.numel()]
     return max((_apart(a, b) for a, b in pairs), default=0.0)
@@ -96,4 +110,8 @@ def doubled(values: Any) -> Any:
         alone = isinstance(value, Tensor) and value.dim() > 0 and len(value) == 1
         return torch.cat([value, value]) if alone else value
 
-    return {k: twice(v) for k, v in values.items()} if isinstance(values, dict) else tuple(twice(v) for v in values)
+    return (
+        {k: twice(v) for k, v in values.items()}
+        if isinstance(values, dict)
+        else tuple(twice(v) for v in values)
+    )

@@ -27,7 +27,10 @@ def to_semi_structured(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """
     names = [n for n, m in model.named_modules() if type(m) is nn.Linear and _follows(m.weight)]
     if not names:
-        raise ExportError("no Linear layer follows the 2:4 pattern: at most two non-zeros in every four neighbours of a row.")
+        raise ExportError(
+            "no Linear layer follows the 2:4 pattern: at most two non-zeros in every four "
+            "neighbours of a row."
+        )
     _check_device(model.get_submodule(names[0]).weight)
     fast = copy.deepcopy(model).eval().requires_grad_(False)
     for name in names:
@@ -36,7 +39,9 @@ def to_semi_structured(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
         try:
             sparse = torch.sparse.to_sparse_semi_structured(layer.weight.detach().contiguous())
         except RuntimeError as error:
-            raise ExportError(f"layer '{name}': torch cannot compress it: {str(error).splitlines()[0]}") from error
+            raise ExportError(
+                f"layer '{name}': torch cannot compress it: {str(error).splitlines()[0]}"
+            ) from error
         layer.weight = nn.Parameter(sparse, requires_grad=False)
     return fast, tuple(names)
 
@@ -49,11 +54,19 @@ def _check_device(weight: object) -> None:
     assert isinstance(weight, Tensor)
     if weight.device.type != "cuda":
         raise ExportError(
-            f"the pattern is there, but the network is on '{weight.device.type}': torch has 2:4 kernels only for CUDA devices "
-            f"of compute capability 8.0 or more. Move it there in float16 or bfloat16; elsewhere the zeros stay as they are."
+            f"the pattern is there, but the network is on '{weight.device.type}': torch has 2:4 "
+            "kernels only for CUDA devices "
+            "of compute capability 8.0 or more. Move it there in float16 or bfloat16; elsewhere "
+            "the zeros stay as they are."
         )
     major, minor = torch.cuda.get_device_capability(weight.device)
     if major < 8:
-        raise ExportError(f"the pattern is there, but this GPU has compute capability {major}.{minor}; 2:4 kernels need 8.0.")
+        raise ExportError(
+            f"the pattern is there, but this GPU has compute capability {major}.{minor}; 2:4 "
+            "kernels need 8.0."
+        )
     if weight.dtype not in (torch.float16, torch.bfloat16):
-        raise ExportError(f"the pattern is there, but the weights are {weight.dtype}; 2:4 kernels take float16 or bfloat16.")
+        raise ExportError(
+            f"the pattern is there, but the weights are {weight.dtype}; 2:4 kernels take float16 "
+            "or bfloat16."
+        )

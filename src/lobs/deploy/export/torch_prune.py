@@ -21,7 +21,10 @@ def to_torch_prune(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
             raise MaskError(f"mask '{name}' names no parameter of the network.") from None
         tensor = getattr(module, key, None)
         if not isinstance(tensor, Tensor) or tensor.shape != mask.shape or mask.dtype != torch.bool:
-            raise MaskError(f"mask '{name}' is {mask.dtype} {tuple(mask.shape)} and fits no parameter of that name.")
+            raise MaskError(
+                f"mask '{name}' is {mask.dtype} {tuple(mask.shape)} and fits no parameter of that "
+                "name."
+            )
         prune.custom_from_mask(module, key, mask.to(tensor.device))  # type: ignore[no-untyped-call]
     return model
 
@@ -29,8 +32,8 @@ def to_torch_prune(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
 def from_torch_prune(model: nn.Module, *, permanent: bool = True) -> dict[str, Tensor]:
     """The masks of everything that `torch.nn.utils.prune` pruned, by parameter name.
 
-    With `permanent` the network is then made plain again, in place (`prune.remove`): zeros in ordinary parameters, as
-    `lobs` expects them.
+    With `permanent` the network is then made plain again, in place (`prune.remove`): zeros in
+    ordinary parameters, as `lobs` expects them.
     """
     found = {}
     for name, module in model.named_modules():
@@ -44,5 +47,8 @@ def from_torch_prune(model: nn.Module, *, permanent: bool = True) -> dict[str, T
             if permanent:
                 prune.remove(module, key)  # type: ignore[no-untyped-call]
     if not found:
-        raise MaskError("torch.nn.utils.prune has pruned nothing here; after prune.remove, zeros are all that is left of it.")
+        raise MaskError(
+            "torch.nn.utils.prune has pruned nothing here; after prune.remove, zeros are all that "
+            "is left of it."
+        )
     return found

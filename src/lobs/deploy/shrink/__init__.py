@@ -24,7 +24,11 @@ class Shrinkage:
     stayed: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {was:,} → {now:,} units" for name, (was, now) in self.channels.items() if now < was]
+        lines = [
+            f"{name}: {was:,} → {now:,} units"
+            for name, (was, now) in self.channels.items()
+            if now < was
+        ]
         lines += [f"stayed: {why}" for why in self.stayed]
         share = self.after / max(1, self.before)
         return "\n".join([*lines, f"{self.before:,} → {self.after:,} parameters ({share:.1%})"])
@@ -33,10 +37,11 @@ class Shrinkage:
 def shrink(model: nn.Module, example: Tensor) -> tuple[nn.Module, Shrinkage]:
     """A smaller network with the same outputs, in eval mode, and a report.
 
-    A channel goes where all that reads it finds it constant (the constant moves into the reader's bias), or gives it no
-    weight. Residual sums lose the channels that are empty on both sides. What cannot go stays, with the reason in the
-    report: a constant that a zero-padded convolution reads is not constant at its borders, and what goes through steps
-    unknown here is not followed.
+    A channel goes where all that reads it finds it constant (the constant moves into the reader's
+    bias), or gives it no weight. Residual sums lose the channels that are empty on both sides. What
+    cannot go stays, with the reason in the
+    report: a constant that a zero-padded convolution reads is not constant at its borders, and what
+    goes through steps unknown here is not followed.
 
     Args:
         model: any network that `torch.fx` can trace; untouched.
@@ -50,7 +55,9 @@ def shrink(model: nn.Module, example: Tensor) -> tuple[nn.Module, Shrinkage]:
         if not removed:
             break
     before, after = (sum(p.numel() for p in m.parameters()) for m in (model, smaller))
-    return smaller, Shrinkage({name: (was[name], now[name]) for name in was}, before, after, tuple(stayed))
+    return smaller, Shrinkage(
+        {name: (was[name], now[name]) for name in was}, before, after, tuple(stayed)
+    )
 
 
 def _pass(model: nn.Module, example: Tensor) -> tuple[dict[str, int], list[str], int]:
@@ -74,9 +81,15 @@ def _removable(flow: Flow, space: Space, model: nn.Module) -> tuple[Tensor, list
     empty = torch.stack([~flow.constant[node].isnan() for node in nodes]).any(dim=0)
     who = " + ".join(space.producers) or "the input"
     if space.fixed or not space.producers:
-        unread = _unread(flow, space, model) if space.readers and not space.fixed else torch.zeros_like(empty)
+        unread = (
+            _unread(flow, space, model)
+            if space.readers and not space.fixed
+            else torch.zeros_like(empty)
+        )
         count = int((empty | unread).sum())
-        return none, [f"{count} empty units of {who}: {space.fixed or 'nothing makes them'}"] if count else []
+        return none, [
+            f"{count} empty units of {who}: {space.fixed or 'nothing makes them'}"
+        ] if count else []
     can_go = torch.ones(space.size, dtype=torch.bool)
     reasons = []
     wished = empty.clone()
@@ -88,7 +101,10 @@ def _removable(flow: Flow, space: Space, model: nn.Module) -> tuple[Tensor, list
         bordered = ~constant.isnan() & (constant != 0) & ~silent & _pads_zeros(module)
         can_go &= (~constant.isnan() & ~bordered) | silent
         if bool(bordered.any()):
-            reasons.append(f"{int(bordered.sum())} units of {who}: constant but not zero, and '{name}' pads with zeros")
+            reasons.append(
+                f"{int(bordered.sum())} units of {who}: constant but not zero, and '{name}' pads "
+                "with zeros"
+            )
     left = int((wished & ~can_go).sum())
     if left and not reasons:
         reasons.append(f"{left} units of {who}: not empty everywhere they are added or read")
@@ -96,7 +112,9 @@ def _removable(flow: Flow, space: Space, model: nn.Module) -> tuple[Tensor, list
 
 
 def _unread(flow: Flow, space: Space, model: nn.Module) -> Tensor:
-    silent = [_silent(model.get_submodule(name), flow.features[node]) for name, node in space.readers]
+    silent = [
+        _silent(model.get_submodule(name), flow.features[node]) for name, node in space.readers
+    ]
     return torch.stack(silent).all(dim=0)
 
 

@@ -18,17 +18,25 @@ def keep_units(module: nn.Linear | nn.Conv2d, units: Tensor) -> None:
     _describe(module)
 
 
-def keep_inputs(module: nn.Linear | nn.Conv2d, channels: Tensor, features: int, constant: Tensor) -> None:
+def keep_inputs(
+    module: nn.Linear | nn.Conv2d, channels: Tensor, features: int, constant: Tensor
+) -> None:
     """Leave only these input channels of `features` columns each; the others, constant, go into the bias."""
     columns = (channels.unsqueeze(1) * features + torch.arange(features)).flatten()
     weight = module.weight.detach()
     gone = torch.ones(weight.shape[1], dtype=torch.bool)
     gone[columns] = False
-    values = constant.nan_to_num(0.0).repeat_interleave(features)  # not constant: then no weight reads it
+    values = constant.nan_to_num(0.0).repeat_interleave(
+        features
+    )  # not constant: then no weight reads it
     lost = weight.double().flatten(2).sum(dim=2) if weight.dim() > 2 else weight.double()
     shift = lost[:, gone] @ values[gone]
     if bool((shift != 0).any()):
-        old = torch.zeros(len(weight), dtype=weight.dtype) if module.bias is None else module.bias.detach()
+        old = (
+            torch.zeros(len(weight), dtype=weight.dtype)
+            if module.bias is None
+            else module.bias.detach()
+        )
         _set(module, "bias", (old.double() + shift).to(weight.dtype))
     _set(module, "weight", weight[:, columns])
     _describe(module)
@@ -47,13 +55,16 @@ def keep_normed(norm: nn.BatchNorm1d | nn.BatchNorm2d, channels: Tensor) -> None
 def fit_to(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Resize a freshly built network in place to the sizes of a shrunk one's state dict, and load it.
 
-    A file written by `lobs shrink` holds weights only; its network is the original's code with smaller modules.
+    A file written by `lobs shrink` holds weights only; its network is the original's code with
+    smaller modules.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d | nn.BatchNorm1d | nn.BatchNorm2d):
             for own in ("weight", "bias", "running_mean", "running_var"):
                 new = state.get(f"{name}.{own}" if name else own)
-                if new is not None and (getattr(module, own) is None or getattr(module, own).shape != new.shape):
+                if new is not None and (
+                    getattr(module, own) is None or getattr(module, own).shape != new.shape
+                ):
                     _set(module, own, torch.empty_like(new))
             if isinstance(module, nn.Linear | nn.Conv2d):
                 _describe(module)
@@ -63,7 +74,8 @@ def fit_to(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
         model.load_state_dict(dict(state))
     except RuntimeError as error:
         raise FileError(
-            f"the shrunk weights do not fit {type(model).__name__}: {str(error).splitlines()[-1].strip()}"
+            f"the shrunk weights do not fit {type(model).__name__}: "
+            f"{str(error).splitlines()[-1].strip()}"
         ) from error
     return model
 
@@ -80,4 +92,7 @@ def _describe(module: nn.Linear | nn.Conv2d) -> None:
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     else:
-        module.out_channels, module.in_channels = len(module.weight), module.weight.shape[1] * module.groups
+        module.out_channels, module.in_channels = (
+            len(module.weight),
+            module.weight.shape[1] * module.groups,
+        )

@@ -1,9 +1,11 @@
 """Which channels of which activations are constant, and which activations must keep the same channels?
 
-The forward pass is traced with `torch.fx`. A convolution or fully-connected layer starts a new *space* of channels; what
-works on each channel alone stays in the space of its input, and a sum joins the spaces of its terms. A channel can go only from
-its whole space. Beside its space every activation carries the value of each channel that is constant, NaN for those that are
-not: a unit without weights gives its bias, and normalisations and activations carry such constants on.
+The forward pass is traced with `torch.fx`. A convolution or fully-connected layer starts a new
+*space* of channels; what works on each channel alone stays in the space of its input, and a sum
+joins the spaces of its terms. A channel can go only from its whole space. Beside its space every
+activation carries the value of each channel that is constant, NaN for those that are
+not: a unit without weights gives its bias, and normalisations and activations carry such constants
+on.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ _ELEMENTWISE_CALLS: tuple[Any, ...] = (
     "relu", "relu_", "sigmoid", "tanh", "contiguous",
 )  # fmt: skip
 _POOLS = (nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
-_POOL_CALLS: tuple[Any, ...] = (F.max_pool2d, torch.max_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d)
+_POOL_CALLS: tuple[Any, ...] = (
+    F.max_pool2d,
+    torch.max_pool2d,
+    F.adaptive_avg_pool2d,
+    F.adaptive_max_pool2d,
+)
 _SUMS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
 _FLATTEN: tuple[Any, ...] = (torch.flatten, "flatten")
 _MEANS: tuple[Any, ...] = (torch.mean, "mean")
@@ -94,7 +101,9 @@ def trace(model: nn.Module, example: Tensor) -> Flow:
             recorder.run(example)
     except Exception as error:  # tracing runs the user's code, which may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UnsupportedLayerError(f"cannot shrink this network: its forward pass could not be traced ({reason}).") from error
+        raise UnsupportedLayerError(
+            f"cannot shrink this network: its forward pass could not be traced ({reason})."
+        ) from error
     flow = Flow()
     calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
     shared = {name for name in calls if calls.count(name) > 1}
@@ -120,25 +129,55 @@ def _fix(flow: Flow, node: fx.Node, why: str) -> None:
             flow.space[source].fixed = flow.space[source].fixed or why
 
 
-def _follow(flow: Flow, model: nn.Module, node: fx.Node, shapes: dict[fx.Node, torch.Size], shared: set[str]) -> None:
+def _follow(
+    flow: Flow, model: nn.Module, node: fx.Node, shapes: dict[fx.Node, torch.Size], shared: set[str]
+) -> None:
     sources = [n for n in node.all_input_nodes if n in flow.space]
     module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if isinstance(module, Dense) and len(sources) == 1 and _plain(module, shapes[node], str(node.target), shared):
+    if (
+        isinstance(module, Dense)
+        and len(sources) == 1
+        and _plain(module, shapes[node], str(node.target), shared)
+    ):
         _through_dense(flow, node, sources[0], module)
-    elif isinstance(module, Norm) and str(node.target) not in shared and module.running_mean is not None:
+    elif (
+        isinstance(module, Norm)
+        and str(node.target) not in shared
+        and module.running_mean is not None
+    ):
         _through_norm(flow, node, sources[0], module)
-    elif node.op != "call_module" and node.target in _SUMS and len(sources) == 2 and shapes[sources[0]] == shapes[sources[1]]:
+    elif (
+        node.op != "call_module"
+        and node.target in _SUMS
+        and len(sources) == 2
+        and shapes[sources[0]] == shapes[sources[1]]
+    ):
         one, other = sources
         flow.join(flow.space[one], flow.space[other])
         _carry(flow, node, one, flow.constant[one] + flow.constant[other])
-    elif len(sources) == 1 and (kept := _by_channel(node, module, flow.constant[sources[0]], shapes[sources[0]])) is not None:
+    elif (
+        len(sources) == 1
+        and (kept := _by_channel(node, module, flow.constant[sources[0]], shapes[sources[0]]))
+        is not None
+    ):
         _carry(flow, node, sources[0], kept)
         channels = flow.space[node].size
         flow.features[node] = shapes[node][1] // channels
     else:
-        what = type(module).__name__ if module is not None else getattr(node.target, "__name__", str(node.target))
-        _fix(flow, node, f"it feeds '{node.name}' ({what}), through which channels are not followed")
-        _start(flow, node, shapes[node], f"'{node.name}' gives it" if node.op != "placeholder" else "it is the network's input")
+        what = (
+            type(module).__name__
+            if module is not None
+            else getattr(node.target, "__name__", str(node.target))
+        )
+        _fix(
+            flow, node, f"it feeds '{node.name}' ({what}), through which channels are not followed"
+        )
+        _start(
+            flow,
+            node,
+            shapes[node],
+            f"'{node.name}' gives it" if node.op != "placeholder" else "it is the network's input",
+        )
 
 
 def _plain(module: nn.Module, shape: torch.Size, name: str, shared: set[str]) -> bool:
@@ -153,11 +192,18 @@ def _plain(module: nn.Module, shape: torch.Size, name: str, shared: set[str]) ->
 def _start(flow: Flow, node: fx.Node, shape: torch.Size, fixed: str) -> None:
     size = shape[1] if len(shape) > 1 else 1
     flow.space[node] = Space(size, fixed)
-    flow.constant[node], flow.features[node] = torch.full((size,), torch.nan, dtype=torch.float64), 1
+    flow.constant[node], flow.features[node] = (
+        torch.full((size,), torch.nan, dtype=torch.float64),
+        1,
+    )
 
 
 def _carry(flow: Flow, node: fx.Node, source: fx.Node, constant: Tensor) -> None:
-    flow.space[node], flow.constant[node], flow.features[node] = flow.space[source], constant, flow.features[source]
+    flow.space[node], flow.constant[node], flow.features[node] = (
+        flow.space[source],
+        constant,
+        flow.features[source],
+    )
 
 
 def _through_dense(flow: Flow, node: fx.Node, source: fx.Node, module: Dense) -> None:
@@ -166,7 +212,8 @@ def _through_dense(flow: Flow, node: fx.Node, source: fx.Node, module: Dense) ->
     weight = module.weight.detach().flatten(1)
     flow.space[node] = Space(len(weight), producers=[name])
     bias = torch.zeros(len(weight)) if module.bias is None else module.bias.detach()
-    # Inputs that are constant make no unit constant here: they are folded into the bias when they go.
+    # Inputs that are constant make no unit constant here: they are folded into the bias when they
+    # go.
     flow.constant[node] = torch.where((weight == 0).all(dim=1), bias, torch.nan).to(torch.float64)
     flow.features[node] = 1
 
@@ -186,12 +233,16 @@ def _through_norm(flow: Flow, node: fx.Node, source: fx.Node, module: Norm) -> N
     _carry(flow, node, source, after)
 
 
-def _by_channel(node: fx.Node, module: nn.Module | None, constant: Tensor, shape: torch.Size) -> Tensor | None:
+def _by_channel(
+    node: fx.Node, module: nn.Module | None, constant: Tensor, shape: torch.Size
+) -> Tensor | None:
     """Constants after a step that works on each channel alone; None if it is not known to be one."""
     rest: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "inplace"}
     call: Any = node.target
     if isinstance(module, _ELEMENTWISE):
-        return constant if isinstance(module, nn.Dropout | nn.Dropout2d) else module(constant.clone())
+        return (
+            constant if isinstance(module, nn.Dropout | nn.Dropout2d) else module(constant.clone())
+        )
     if isinstance(module, _POOLS):
         return constant
     if isinstance(module, nn.AvgPool2d):
@@ -199,7 +250,9 @@ def _by_channel(node: fx.Node, module: nn.Module | None, constant: Tensor, shape
         return constant if whole else torch.where(constant == 0, constant, torch.nan)
     if isinstance(module, nn.Flatten):
         return constant if (module.start_dim, module.end_dim) == (1, -1) else None
-    if module is not None or any(isinstance(a, fx.Node) and a.op != "call_method" for a in node.args[1:]):
+    if module is not None or any(
+        isinstance(a, fx.Node) and a.op != "call_method" for a in node.args[1:]
+    ):
         return None
     if call in _ELEMENTWISE_CALLS:
         return _elementwise(call, constant, node.args[1:], rest)
@@ -208,14 +261,26 @@ def _by_channel(node: fx.Node, module: nn.Module | None, constant: Tensor, shape
     if call in _FLATTEN:
         return constant if (*node.args[1:], *rest.values()) in ((1,), (1, -1)) else None
     if call in ("view", "reshape"):
-        return constant if len(node.args) == 3 and node.args[2] == -1 and node.args[1] != -1 else None
+        return (
+            constant if len(node.args) == 3 and node.args[2] == -1 and node.args[1] != -1 else None
+        )
     if call in _MEANS and len(shape) == 4:
         dims = node.args[1] if len(node.args) > 1 else rest.get("dim")
-        return constant if isinstance(dims, list | tuple) and sorted(int(str(d)) % 4 for d in dims) == [2, 3] else None
+        return (
+            constant
+            if isinstance(dims, list | tuple) and sorted(int(str(d)) % 4 for d in dims) == [2, 3]
+            else None
+        )
     return None
 
 
-def _elementwise(call: Any, constant: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found = getattr(constant.clone(), call)(*args, **kwargs) if isinstance(call, str) else call(constant, *args, **kwargs)
+def _elementwise(
+    call: Any, constant: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    found = (
+        getattr(constant.clone(), call)(*args, **kwargs)
+        if isinstance(call, str)
+        else call(constant, *args, **kwargs)
+    )
     assert isinstance(found, Tensor)
     return found

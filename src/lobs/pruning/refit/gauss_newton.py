@@ -1,7 +1,8 @@
 """Gauss–Newton steps on a network's output over the weights that may move, without ever forming a Jacobian.
 
-With J = ∂f/∂θ and the residual r = f_θ − f_dense, a step δ approaches (JᵀJ + λD) δ = −Jᵀr by conjugate gradients. A product
-with JᵀJ is one derivative forward and one back; D ≈ diag JᵀJ comes from products with random signs v, E[(Jᵀv)²] = diag JᵀJ.
+With J = ∂f/∂θ and the residual r = f_θ − f_dense, a step δ approaches (JᵀJ + λD) δ = −Jᵀr by
+conjugate gradients. A product with JᵀJ is one derivative forward and one back; D ≈ diag JᵀJ comes
+from products with random signs v, E[(Jᵀv)²] = diag JᵀJ.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lobs.calibration.collect import collect
-from lobs._system.distributed import crew
-from lobs.errors import CrewError, LobsError
+from lobs.calibration.collect import collect_moments
+from lobs._system.distributed import process_group
+from lobs.errors import ProcessGroupError, LobsError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
@@ -78,15 +79,17 @@ class Window:
         self.survivors, self.batches = survivors, _merged(batches) if join else batches
         with torch.no_grad(), _running():
             self.wanted = [_tensor(call(survivors.dense, batch)) for batch in self.batches]
-        self.samples = round(crew().total(sum(map(batch_size, batches)))[0])
+        self.samples = round(process_group().sum_numbers(sum(map(batch_size, batches)))[0])
 
     def distance(self, at: Vector) -> float:
         """Root mean square distance of the output from the dense one's."""
         total = 0.0
         with torch.no_grad(), _running():
             for batch, wanted in zip(self.batches, self.wanted, strict=True):
-                total += float((self.survivors.answer(batch)(at) - wanted).to(torch.float64).square().sum())
-        return math.sqrt(crew().total(total)[0] / max(1, self.samples))
+                total += float(
+                    (self.survivors.answer(batch)(at) - wanted).to(torch.float64).square().sum()
+                )
+        return math.sqrt(process_group().sum_numbers(total)[0] / max(1, self.samples))
 
     def step(self, at: Vector, turn: int) -> Vector:
         """One damped Gauss–Newton step, shortened until it helps on these batches; `at` itself if it never does."""
@@ -101,7 +104,7 @@ class Window:
 
     def _slope(self, at: Vector, turn: int) -> tuple[Vector, Vector]:
         """Half the gradient, Jᵀr, and D ≈ diag JᵀJ: squares of products with random signs, a row's mean times a column's."""
-        generator = torch.Generator().manual_seed(1000 * turn + crew().rank)
+        generator = torch.Generator().manual_seed(1000 * turn + process_group().rank)
         slope, squares = ({name: torch.zeros_like(t) for name, t in at.items()} for _ in range(2))
         with _running():
             for batch, wanted in zip(self.batches, self.wanted, strict=True):
@@ -111,18 +114,27 @@ class Window:
                     slope[name] += t / self.samples
                 for name, t in back(signs)[0].items():
                     squares[name] += t.square() / self.samples
-        crew().add(*slope.values(), *squares.values())
+        process_group().all_reduce(*slope.values(), *squares.values())
         return self._masked(slope), {name: _smoothed(t) for name, t in squares.items()}
 
     def _metric(self, size: Vector) -> Preconditioner:
         """What is known of JᵀJ beforehand, from what reaches the layers of the network as it is now."""
         metric, free = Preconditioner(size), self.survivors.free
         # Multiply-adds of these batches, taken for those of one use a sample.
-        limits = [(layer, _BLOCKS * self.samples * layer.weight.numel()) for layer in self.survivors.layers]
+        limits = [
+            (layer, _BLOCKS * self.samples * layer.weight.numel())
+            for layer in self.survivors.layers
+        ]
         chosen = [layer for layer, most in limits if affordable(layer, free, most)]
         try:
-            metric.learn(chosen, collect(self.survivors.network.model, self.batches, chosen) if chosen else {}, free)
-        except CrewError:
+            metric.learn(
+                chosen,
+                collect_moments(self.survivors.network.model, self.batches, chosen)
+                if chosen
+                else {},
+                free,
+            )
+        except ProcessGroupError:
             raise
         except LobsError:  # these batches may not reach every layer; what is known already will do
             return Preconditioner(size)
@@ -136,7 +148,9 @@ class Window:
         direction = metric(residual)
         energy = first = _dot(residual, direction)
         for _ in range(INSIDE):
-            if crew().hear(energy <= 1e-8 * first)[0]:  # where digits differ from process to process one must decide
+            if process_group().all_gather(energy <= 1e-8 * first)[
+                0
+            ]:  # where digits differ from process to process one must decide
                 break
             image = self._curved(at, direction, size)
             length_ = energy / max(_dot(direction, image), _TINY)
@@ -157,8 +171,10 @@ class Window:
                 moved = jvp(answer, (at,), (v,))[1]
                 for name, t in vjp(answer, at)[1](moved)[0].items():
                     image[name] += t / self.samples
-        crew().add(*image.values())
-        return self._masked({name: t + _DAMPING * size[name] * v[name] for name, t in image.items()})
+        process_group().all_reduce(*image.values())
+        return self._masked(
+            {name: t + _DAMPING * size[name] * v[name] for name, t in image.items()}
+        )
 
     def _masked(self, vector: Vector) -> Vector:
         return {name: t * self.survivors.free[name] for name, t in vector.items()}
@@ -168,9 +184,9 @@ class Window:
 def _running() -> Iterator[None]:
     """What a network refuses is a reason not to go on, for all processes alike."""
     try:
-        with crew().agree():
+        with process_group().raise_together():
             yield
-    except (CrewError, ImpossibleError):
+    except (ProcessGroupError, ImpossibleError):
         raise
     except (LobsError, RuntimeError) as error:
         raise ImpossibleError(" ".join(str(error).split())[:300]) from error
@@ -230,13 +246,13 @@ def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
     try:
         with torch.no_grad():
             apart = torch.cat([_tensor(call(network, x)) for x in plain])
-            together = _tensor(call(network, torch.cat(plain)))
+            joined = _tensor(call(network, torch.cat(plain)))
     except (ImpossibleError, LobsError, RuntimeError):
         return False
-    if together.shape != apart.shape or not bool(torch.isfinite(apart).all()):
+    if joined.shape != apart.shape or not bool(torch.isfinite(apart).all()):
         return False
     size = float(apart.abs().max()) if apart.numel() else 0.0
-    return bool(torch.allclose(together, apart, rtol=1e-3, atol=1e-4 * size))
+    return bool(torch.allclose(joined, apart, rtol=1e-3, atol=1e-4 * size))
 
 
 def _merged(batches: list[Any]) -> list[Any]:
@@ -247,7 +263,11 @@ def _merged(batches: list[Any]) -> list[Any]:
         last = merged[-1] if merged else None
         if x is None:
             merged.append(batch)
-        elif isinstance(last, Tensor) and last.shape[1:] == x.shape[1:] and last.numel() + x.numel() <= _TOGETHER:
+        elif (
+            isinstance(last, Tensor)
+            and last.shape[1:] == x.shape[1:]
+            and last.numel() + x.numel() <= _TOGETHER
+        ):
             merged[-1] = torch.cat([last, x])
         else:
             merged.append(x)
@@ -259,7 +279,9 @@ def _smoothed(squares: Tensor) -> Tensor:
     if squares.dim() > 1:
         lines = squares.flatten(1)
         total = lines.sum().clamp_min(torch.finfo(lines.dtype).tiny)
-        squares = (lines.sum(dim=1, keepdim=True) * (lines.sum(dim=0, keepdim=True) / total)).view_as(squares)
+        squares = (
+            lines.sum(dim=1, keepdim=True) * (lines.sum(dim=0, keepdim=True) / total)
+        ).view_as(squares)
     mean = squares.mean()
     return squares + _FLOOR * mean if mean > 0 else torch.ones_like(squares)
 

@@ -1,8 +1,9 @@
 """What a whole network's curvature looks like from one row of one layer: the metric that conjugate gradients step in.
 
-For the weights of one output unit i, JᵀJ is about g_i Ψ: Ψ the second moment of what reaches the layer, g_i how strongly the
-unit moves the network's outputs. On the unit's own support that is a small matrix, inverted once a step. Where even that is
-dear, wide layers that keep much, only its diagonal is used.
+For the weights of one output unit i, JᵀJ is about g_i Ψ: Ψ the second moment of what reaches the
+layer, g_i how strongly the unit moves the network's outputs. On the unit's own support that is a
+small matrix, inverted once a step. Where even that is dear, wide layers that keep much, only its
+diagonal is used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class _Block:
 
     def __call__(self, rows: Tensor) -> Tensor:
         own = (rows.gather(1, self.index) * self.real).unsqueeze(2)
-        return torch.zeros_like(rows).scatter_add_(1, self.index, (self.inverse @ own).squeeze(2) * self.real)
+        return torch.zeros_like(rows).scatter_add_(
+            1, self.index, (self.inverse @ own).squeeze(2) * self.real
+        )
 
 
 class Preconditioner:
@@ -49,7 +52,10 @@ class Preconditioner:
         """Take the blocks of some layers from the moments of their inputs."""
         for layer in layers:
             size, mask = (_matrix(layer, vector) for vector in (self.size, free))
-            found = [_block(m, s, k > 0) for m, s, k in zip(moments[layer.name].moment, size, mask, strict=True)]
+            found = [
+                _block(m, s, k > 0)
+                for m, s, k in zip(moments[layer.name].moment, size, mask, strict=True)
+            ]
             if None not in found:
                 self.layers.append((layer, [block for block in found if block is not None]))
 
@@ -79,11 +85,15 @@ def _block(moment: Tensor, size: Tensor, mask: Tensor) -> _Block | None:
     index, real = listed(mask)
     own = blocks(gram, index, real)
     diagonal = own.diagonal(dim1=1, dim2=2)
-    diagonal.copy_(torch.where(real, diagonal * (1 + _DAMPING) + _DAMPING * _FLOOR * energy.mean(), 1.0))
+    diagonal.copy_(
+        torch.where(real, diagonal * (1 + _DAMPING) + _DAMPING * _FLOOR * energy.mean(), 1.0)
+    )
     inverse, good = linalg.inverses(own)
     if not bool(good.all()):
         return None
-    return _Block(index, real, inverse / reach.clamp_min(torch.finfo(size.dtype).tiny).view(-1, 1, 1))
+    return _Block(
+        index, real, inverse / reach.clamp_min(torch.finfo(size.dtype).tiny).view(-1, 1, 1)
+    )
 
 
 def _matrix(layer: Layer, vector: Mapping[str, Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Which samples weights are fitted to, and which only judge them: an eighth is kept back.
 
-Of many batches one in eight; of few the last eighth of each, where the network answers to parts of a batch as to the whole.
-Several processes keep back what one alone would.
+Of many batches one in eight; of few the last eighth of each, where the network answers to parts of
+a batch as to the whole. Several processes keep back what one alone would.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs._system.distributed import crew
+from lobs._system.distributed import process_group
 from lobs.pruning.refit.gauss_newton import separable
 from lobs.calibration.forward import batch_size, length, plain_input
 
@@ -49,17 +49,19 @@ def split(network: nn.Module, batches: Iterable[Any], most: int, needed: int) ->
 
     A step works on `most` samples of this process, all of them on as many as `needed`.
     """
-    together = crew()
-    with together.agree():
+    group = process_group()
+    with group.raise_together():
         batches = _steady(batches, needed)
         first_two = list(islice(batches, 2))
-    counts: list[int] = together.hear(length(batches) or 0)
+    counts: list[int] = group.all_gather(length(batches) or 0)
     if sum(counts) < KEPT_BACK:
         parts = [part for side in _cut(first_two[0], most) for part in side] if first_two else []
         cut = len(parts) > 1 and separable(network, [parts[0], parts[-1]])
         # One that has no batches, or small ones first, goes with the others.
-        if all(together.hear(cut or len(parts) <= 1)) and any(together.hear(cut)):
-            worked_on, held = (lambda _, batch, side=side: _cut(batch, most)[side] for side in (0, 1))
+        if all(group.all_gather(cut or len(parts) <= 1)) and any(group.all_gather(cut)):
+            worked_on, held = (
+                lambda _, batch, side=side: _cut(batch, most)[side] for side in (0, 1)
+            )
             return Split(batches, 1 - 1 / KEPT_BACK, True, worked_on, held)
     if sum(counts) < 2:
         return None
@@ -67,7 +69,9 @@ def split(network: nn.Module, batches: Iterable[Any], most: int, needed: int) ->
 
     def back(index: int) -> bool:
         """Whether a batch of this process would be an eighth one if one process had been given all in turns."""
-        number = sum(min(count, index) for count in counts) + sum(count > index for count in counts[: together.rank])
+        number = sum(min(count, index) for count in counts) + sum(
+            count > index for count in counts[: group.rank]
+        )
         return number % every == every - 1
 
     return Split(
@@ -97,7 +101,9 @@ def _cut(batch: Any, most: int) -> tuple[list[Any], list[Any]]:
         return [batch], []
     edge = len(x) - len(x) // KEPT_BACK
     pieces = -(-edge // max(1, most))
-    return list(torch.split(x[:edge], -(-edge // pieces))), [x[edge:].clone()]  # not a view: it outlives the batch
+    return list(torch.split(x[:edge], -(-edge // pieces))), [
+        x[edge:].clone()
+    ]  # not a view: it outlives the batch
 
 
 def _steady(batches: Iterable[Any], samples: int) -> Iterable[Any]:
@@ -119,7 +125,9 @@ def _same(a: Any, b: Any) -> bool:
     return not (isinstance(a, Tensor) or isinstance(b, Tensor))
 
 
-def _stream(batches: Iterable[Any], wanted: Callable[[int, Any], list[Any]], *, forever: bool = False) -> Iterator[Any]:
+def _stream(
+    batches: Iterable[Any], wanted: Callable[[int, Any], list[Any]], *, forever: bool = False
+) -> Iterator[Any]:
     """What is wanted of each batch; once, or for as long as it has samples."""
     while True:
         found = 0

@@ -1,11 +1,13 @@
 """Greedy OBS compiled for CPUs with numba: blocked, right-looking, a row at a time per thread.
 
-Each row owns a copy of A. Pivots come in panels of 32: inside a panel only the needed columns are formed (left-looking);
-then one rank-32 update of the surviving square follows, the holes first filled from the end so that it stays dense and
-contiguous. Four rows by eight factors are kept in registers and columns go in tiles that stay in the first-level cache.
-Costs d³/3 multiply-adds a row, near what a matrix product of that size costs (`benchmarks/exact_speed.py`).
+Each row owns a copy of A. Pivots come in panels of 32: inside a panel only the needed columns are
+formed (left-looking); then one rank-32 update of the surviving square follows, the holes first
+filled from the end so that it stays dense and contiguous. Four rows by eight factors are kept in
+registers and columns go in tiles that stay in the first-level cache. Costs d³/3 multiply-adds a
+row, near what a matrix product of that size costs (`benchmarks/exact_speed.py`).
 
-Threads are plain Python threads around a GIL-free kernel: no second threading runtime to quarrel with torch's.
+Threads are plain Python threads around a GIL-free kernel: no second threading runtime to quarrel
+with torch's.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ from lobs._system.progress import track
 
 _PANEL = 32  # a multiple of 8, see _downdate
 _TILE = 256
-_REMOVED = 1e18  # weight given to a removed position: its score, 1e36, is never the least, and float32 holds it
+# weight given to a removed position: its score, 1e36, is never the least, and float32 holds it
+_REMOVED = 1e18
 _LOCKED = 1e30  # added to the score of a position whose group has given its quota
 
 
-def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str) -> tuple[Tensor, Tensor]:
+def greedy_rows(
+    inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str
+) -> tuple[Tensor, Tensor]:
     """See `lobs.solvers.kernels`."""
     rows = len(weight)
     steps = int(quota.allowed.sum())
@@ -34,12 +39,16 @@ def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, l
     a, w = inverse.numpy(), weight.contiguous().numpy()
     group, allowed = quota.group.numpy(), quota.allowed.numpy()
     pieces = spans(rows)
-    if len(pieces) < 2:  # a thousand groups of one row each: starting a thread would take longer than the work
+    if (
+        len(pieces) < 2
+    ):  # a thousand groups of one row each: starting a thread would take longer than the work
         _greedy_span(a, w, protected, group, allowed, order, losses)
         return torch.from_numpy(order), torch.from_numpy(losses)
     with track(label, rows) as advance:
         jobs = [
-            workers().submit(_greedy_span, a, w[lo:hi], protected, group, allowed, order[lo:hi], losses[lo:hi])
+            workers().submit(
+                _greedy_span, a, w[lo:hi], protected, group, allowed, order[lo:hi], losses[lo:hi]
+            )
             for lo, hi in pieces
         ]
         for job, (lo, hi) in zip(jobs, pieces, strict=True):
@@ -55,7 +64,9 @@ def _greedy_span(inverse, weight, protected, group, allowed, order, losses):
     u = np.empty((_PANEL, d), weight.dtype)
     for row in range(weight.shape[0]):
         a[:, :] = inverse
-        _greedy_row(a, u, weight[row].copy(), protected, group, allowed.copy(), order[row], losses[row])
+        _greedy_row(
+            a, u, weight[row].copy(), protected, group, allowed.copy(), order[row], losses[row]
+        )
 
 
 @compiled
@@ -91,7 +102,9 @@ def _least_important(w, diag, lock, protected, alive):
     # Rounding may differ between the two loops: fall back to a plain argmin.
     best = protected
     for j in range(protected, alive):
-        if lock[j] < lock[best] or (lock[j] == lock[best] and w[j] * w[j] * diag[best] < w[best] * w[best] * diag[j]):
+        if lock[j] < lock[best] or (
+            lock[j] == lock[best] and w[j] * w[j] * diag[best] < w[best] * w[best] * diag[j]
+        ):
             best = j
     return best
 
@@ -157,7 +170,12 @@ def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
         moves += 1
     for k in range(moves):
         to, source = holes[k], sources[k]
-        w[to], diag[to], lock[to], column_of[to] = w[source], diag[source], lock[source], column_of[source]
+        w[to], diag[to], lock[to], column_of[to] = (
+            w[source],
+            diag[source],
+            lock[source],
+            column_of[source],
+        )
         for s in range(_PANEL):
             u[s, to] = u[s, source]
         for j in range(alive):
@@ -183,14 +201,30 @@ def _downdate(a, u, alive):
                 i += 1
 
 
-# Rows are sliced from the whole array, one by one: numba then knows that they are contiguous and vectorises.
+# Rows are sliced from the whole array, one by one: numba then knows that they are contiguous and
+# vectorises.
 
 
 @compiled
 def _update_four(a, u, i, s, left, right):
-    u0, u1, u2, u3 = u[s, left:right], u[s + 1, left:right], u[s + 2, left:right], u[s + 3, left:right]
-    u4, u5, u6, u7 = u[s + 4, left:right], u[s + 5, left:right], u[s + 6, left:right], u[s + 7, left:right]
-    r0, r1, r2, r3 = a[i, left:right], a[i + 1, left:right], a[i + 2, left:right], a[i + 3, left:right]
+    u0, u1, u2, u3 = (
+        u[s, left:right],
+        u[s + 1, left:right],
+        u[s + 2, left:right],
+        u[s + 3, left:right],
+    )
+    u4, u5, u6, u7 = (
+        u[s + 4, left:right],
+        u[s + 5, left:right],
+        u[s + 6, left:right],
+        u[s + 7, left:right],
+    )
+    r0, r1, r2, r3 = (
+        a[i, left:right],
+        a[i + 1, left:right],
+        a[i + 2, left:right],
+        a[i + 3, left:right],
+    )
     a0, a1, a2, a3, a4, a5, a6, a7 = _eight(u, s, i)
     b0, b1, b2, b3, b4, b5, b6, b7 = _eight(u, s, i + 1)
     c0, c1, c2, c3, c4, c5, c6, c7 = _eight(u, s, i + 2)
@@ -205,8 +239,18 @@ def _update_four(a, u, i, s, left, right):
 
 @compiled
 def _update_one(a, u, i, s, left, right):
-    u0, u1, u2, u3 = u[s, left:right], u[s + 1, left:right], u[s + 2, left:right], u[s + 3, left:right]
-    u4, u5, u6, u7 = u[s + 4, left:right], u[s + 5, left:right], u[s + 6, left:right], u[s + 7, left:right]
+    u0, u1, u2, u3 = (
+        u[s, left:right],
+        u[s + 1, left:right],
+        u[s + 2, left:right],
+        u[s + 3, left:right],
+    )
+    u4, u5, u6, u7 = (
+        u[s + 4, left:right],
+        u[s + 5, left:right],
+        u[s + 6, left:right],
+        u[s + 7, left:right],
+    )
     r0 = a[i, left:right]
     a0, a1, a2, a3, a4, a5, a6, a7 = _eight(u, s, i)
     for j in range(right - left):
@@ -216,4 +260,13 @@ def _update_one(a, u, i, s, left, right):
 
 @compiled
 def _eight(u, s, i):
-    return u[s, i], u[s + 1, i], u[s + 2, i], u[s + 3, i], u[s + 4, i], u[s + 5, i], u[s + 6, i], u[s + 7, i]
+    return (
+        u[s, i],
+        u[s + 1, i],
+        u[s + 2, i],
+        u[s + 3, i],
+        u[s + 4, i],
+        u[s + 5, i],
+        u[s + 6, i],
+        u[s + 7, i],
+    )

@@ -19,10 +19,24 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
     mask = state.mask.clone().contiguous()
     arrays = [
         t.contiguous().numpy()
-        for t in (state.inverse, state.kept, mask, state.y.clone(), state.diagonal.clone(), state.off.clone(), state.p, state.q)
+        for t in (
+            state.inverse,
+            state.kept,
+            mask,
+            state.y.clone(),
+            state.diagonal.clone(),
+            state.off.clone(),
+            state.p,
+            state.q,
+        )
     ]
     gram, group, error = state.gram.contiguous().numpy(), state.group.numpy(), state.error.numpy()
-    list(workers().map(lambda r: _swap_row(gram, group, error[r], worth, *(a[r] for a in arrays)), range(len(mask))))
+    list(
+        workers().map(
+            lambda r: _swap_row(gram, group, error[r], worth, *(a[r] for a in arrays)),
+            range(len(mask)),
+        )
+    )
     return mask
 
 

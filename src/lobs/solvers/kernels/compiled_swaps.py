@@ -22,7 +22,7 @@ def start(t: Tensor, b: Tensor, inside: Tensor, label: str) -> None:
     _by_threads(_start_span, t, b, inside, rows, label)
 
 
-def settle(t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, least: float, label: str) -> int:
+def finish(t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, least: float, label: str) -> int:
     """See `torch_swaps`."""
     return sum(_by_threads(_settle_span, t, b, inside, rows, label, least))
 
@@ -32,13 +32,18 @@ def move(t: Tensor, b: Tensor, rows: Tensor, columns: Tensor, adding: bool) -> N
     _move_span(t.numpy(), b.numpy(), rows.numpy(), columns.numpy(), adding)
 
 
-def _by_threads(work: Any, t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, label: str, *rest: float) -> list[int]:
+def _by_threads(
+    work: Any, t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, label: str, *rest: float
+) -> list[int]:
     arrays = t.numpy(), b.numpy(), inside.numpy()
     if len(rows) * t.shape[1] ** 2 < _SMALL:
         return [work(*arrays, rows.numpy(), *rest)]
     with track(label, len(rows)) as advance:
         parts = spans(len(rows))
-        jobs = [workers().submit(partial(work, *arrays, rows[low:high].numpy(), *rest)) for low, high in parts]
+        jobs = [
+            workers().submit(partial(work, *arrays, rows[low:high].numpy(), *rest))
+            for low, high in parts
+        ]
         out: list[int] = []
         for job, (low, high) in zip(jobs, parts, strict=True):
             out.append(job.result())

@@ -12,7 +12,11 @@ import torch
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile without the GIL and keep the result on disk; where nothing can be kept, compile anew in every process."""
     # Reordering sums is allowed, assuming away NaN and infinity is not.
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
+    options: dict[str, Any] = {
+        "nogil": True,
+        "error_model": "numpy",
+        "fastmath": {"contract", "reassoc", "nsz", "arcp"},
+    }
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # numba's word for "no folder to write to"

@@ -28,7 +28,8 @@ def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> No
     pieces: list[Tensor] = []
     most = max(1, -(-len(order) // (2 * threads)))
     while len(order):
-        # The longest row of a piece decides what each of its rows costs, so pieces are cut from the long end.
+        # The longest row of a piece decides what each of its rows costs, so pieces are cut from the
+        # long end.
         size = int(sizes[order[-1]])
         count = min(most, max(1, _GATHERED // max(1, size * (size + extra))))
         pieces.append(order[-count:])

@@ -1,7 +1,8 @@
 """Greedy OBS in plain torch: any device, any float type, and the reference for the compiled kernel.
 
-Left-looking: instead of downdating a d×d inverse per row it keeps the factor rows U found so far and forms only the
-column it needs, A[q] − U[:, q]ᵀU. Costs Σ t·d multiply-adds and d² memory a row; rows are batched to a fixed budget.
+Left-looking: instead of downdating a d×d inverse per row it keeps the factor rows U found so far
+and forms only the column it needs, A[q] − U[:, q]ᵀU. Costs Σ t·d multiply-adds and d² memory a row;
+rows are batched to a fixed budget.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from lobs._system.progress import track
 _BATCH_ELEMENTS = 2**26  # factor entries alive at once: 256 MB in float32
 
 
-def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str) -> tuple[Tensor, Tensor]:
+def greedy_rows(
+    inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str
+) -> tuple[Tensor, Tensor]:
     """See `lobs.solvers.kernels`."""
     rows, d = weight.shape
     steps = int(quota.allowed.sum())
@@ -25,12 +28,16 @@ def greedy_rows(inverse: Tensor, weight: Tensor, protected: int, quota: Quota, l
     with track(label, rows) as advance:
         for start in range(0, rows, batch):
             part = slice(start, start + batch)
-            order[part], losses[part] = _greedy_batch(inverse, weight[part].clone(), protected, quota)
+            order[part], losses[part] = _greedy_batch(
+                inverse, weight[part].clone(), protected, quota
+            )
             advance(len(order[part]))
     return order, losses
 
 
-def _greedy_batch(inverse: Tensor, w: Tensor, protected: int, quota: Quota) -> tuple[Tensor, Tensor]:
+def _greedy_batch(
+    inverse: Tensor, w: Tensor, protected: int, quota: Quota
+) -> tuple[Tensor, Tensor]:
     rows, d = w.shape
     steps = int(quota.allowed.sum())
     group, left = quota.group.to(w.device), quota.allowed.to(w.device).repeat(rows, 1)

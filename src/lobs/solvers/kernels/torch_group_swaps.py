@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 def swap_rows(state: Swaps, worth: float) -> Tensor:
     """See `lobs.solvers.kernels`."""
-    mask, y, diagonal, off = state.mask.clone(), state.y.clone(), state.diagonal.clone(), state.off.clone()
+    mask, y, diagonal, off = (
+        state.mask.clone(),
+        state.y.clone(),
+        state.diagonal.clone(),
+        state.off.clone(),
+    )
     unswapped = torch.ones_like(off, dtype=torch.bool)
     past, signs = y.new_zeros(len(y), 0, y.shape[1]), y.new_zeros(len(y), 0)
     while True:
@@ -24,16 +29,25 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
         for column in (q, p):
             m = _column(state, column, past, signs)
             pivot = m.gather(1, column)
-            z = torch.where(moving.unsqueeze(1), m * pivot.abs().rsqrt(), 0.0)  # rows that are done stand still
+            z = torch.where(
+                moving.unsqueeze(1), m * pivot.abs().rsqrt(), 0.0
+            )  # rows that are done stand still
             y -= z * (y.gather(1, column) * pivot.sign() * pivot.abs().rsqrt())
             diagonal -= pivot.sign() * z.square()
             off -= pivot.sign() * z.gather(1, state.p) * z.gather(1, state.q)
-            past, signs = torch.cat([past, z.unsqueeze(1)], dim=1), torch.cat([signs, pivot.sign()], dim=1)
-        mask.scatter_(1, p, mask.gather(1, p) & ~moving.unsqueeze(1)).scatter_(1, q, mask.gather(1, q) | moving.unsqueeze(1))
+            past, signs = (
+                torch.cat([past, z.unsqueeze(1)], dim=1),
+                torch.cat([signs, pivot.sign()], dim=1),
+            )
+        mask.scatter_(1, p, mask.gather(1, p) & ~moving.unsqueeze(1)).scatter_(
+            1, q, mask.gather(1, q) | moving.unsqueeze(1)
+        )
         unswapped &= (state.group[state.p] != state.group[p]) | ~moving.unsqueeze(1)
 
 
-def _best_pair(state: Swaps, y: Tensor, diagonal: Tensor, off: Tensor, unswapped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _best_pair(
+    state: Swaps, y: Tensor, diagonal: Tensor, off: Tensor, unswapped: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     into = diagonal.gather(1, state.q)
     step = y.gather(1, state.q) / into
     out = off.square() / into - diagonal.gather(1, state.p)

@@ -1,9 +1,10 @@
 """Local search on small least-squares problems with batched torch operations: any device, and the reference.
 
-The state of a row is its swept matrix T and vector b. Sweeping a variable in or out is one symmetric rank-one step; with
-the set S swept in, T and b hold everything a decision needs: for q outside, T_qq is the energy of q that S cannot explain and
-b_q its residual correlation, so adding q gains b_q²/T_qq; for p inside, −T_pp is the diagonal of the inverse on S and b_p the
-weight, so dropping p costs b_p²/(−T_pp); T_pq is how p's weight answers to q.
+The state of a row is its swept matrix T and vector b. Sweeping a variable in or out is one
+symmetric rank-one step; with the set S swept in, T and b hold everything a decision needs: for q
+outside, T_qq is the energy of q that S cannot explain and b_q its residual correlation, so adding q
+gains b_q²/T_qq; for p inside, −T_pp is the diagonal of the inverse on S and b_p the weight, so
+dropping p costs b_p²/(−T_pp); T_pq is how p's weight answers to q.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def start(t: Tensor, b: Tensor, inside: Tensor, label: str) -> None:
             _sweep(t, b, chosen, torch.full_like(chosen, column), adding=True)
 
 
-def settle(t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, least: float, label: str) -> int:
+def finish(t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, least: float, label: str) -> int:
     """Take the best swap in every one of `rows` until none gains more than the share `least`; in place. Returns how many."""
     moves = 0
     for _ in range(4 * t.shape[1]):

@@ -1,9 +1,9 @@
 """Group OBS: remove whole blocks of columns, with the true loss of each and the inverse downdated after every one.
 
-A *stripe* is a set of rows that always lose the same columns: one row for 1×k blocks, k rows for k×k, all rows where input
-channels go. Its rows share one inverse A, and removing block B costs Σ_rows w_B [A_BB]⁻¹ w_Bᵀ. As with single weights,
-stripes are independent: each yields an order and a loss per step, and a running maximum and one sort across stripes give the
-layer's mask.
+A *stripe* is a set of rows that always lose the same columns: one row for 1×k blocks, k rows for
+k×k, all rows where input channels go. Its rows share one inverse A, and removing block B costs
+Σ_rows w_B [A_BB]⁻¹ w_Bᵀ. As with single weights, stripes are independent: each yields an order and
+a loss per step, and a running maximum and one sort across stripes give the layer's mask.
 """
 
 from __future__ import annotations
@@ -56,9 +56,13 @@ class BlockPath:
         kept = mask_from_order(self._ranking, count, tuple(self.losses.shape))
         weight = self.problem.weight
         rows, free = weight.shape[-2], weight.shape[-1] - self.problem.protected
-        blocks = torch.ones((*kept.shape[:2], -(-free // self.wide)), dtype=torch.bool, device=weight.device)
+        blocks = torch.ones(
+            (*kept.shape[:2], -(-free // self.wide)), dtype=torch.bool, device=weight.device
+        )
         blocks.scatter_(-1, self.order, kept)
-        tiles = blocks.repeat_interleave(self.high, dim=1).repeat_interleave(self.wide, dim=2)[:, :rows, :free]
+        tiles = blocks.repeat_interleave(self.high, dim=1).repeat_interleave(self.wide, dim=2)[
+            :, :rows, :free
+        ]
         mask = torch.ones((len(blocks), *weight.shape[-2:]), dtype=torch.bool, device=weight.device)
         mask[..., :free] = tiles
         return mask.view(weight.shape)
@@ -79,12 +83,19 @@ def block_path(problem: Problem, high: int, wide: int, steps: int | None = None)
 
 
 def _stripes(
-    metric: Metric, weight: Tensor, protected: int, high: int, wide: int, steps: int | None, name: str
+    metric: Metric,
+    weight: Tensor,
+    protected: int,
+    high: int,
+    wide: int,
+    steps: int | None,
+    name: str,
 ) -> tuple[Tensor, Tensor]:
     rows, d = weight.shape
     free = d - protected
     blocks = -(-free // wide)
-    # Edges are filled with inputs that nothing depends on and rows that want nothing: they cost nothing and change nothing.
+    # Edges are filled with inputs that nothing depends on and rows that want nothing: they cost
+    # nothing and change nothing.
     extra = blocks * wide - free
     a = torch.eye(d + extra, dtype=torch.float64, device=weight.device)
     place = torch.arange(d, device=weight.device)
@@ -106,29 +117,42 @@ def _stripes(
     return torch.cat([order for order, _ in parts]), torch.cat([loss for _, loss in parts])
 
 
-def _greedy_blocks(a: Tensor, w: Tensor, blocks: int, wide: int, steps: int) -> tuple[Tensor, Tensor]:
+def _greedy_blocks(
+    a: Tensor, w: Tensor, blocks: int, wide: int, steps: int
+) -> tuple[Tensor, Tensor]:
     """Left-looking, as the torch backend of single deletions: only the rows of A that are needed are ever formed."""
     stripes, high, d = w.shape
     free, every = blocks * wide, torch.arange(stripes, device=w.device)
-    tiles = a[:free, :free].reshape(blocks, wide, blocks, wide).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    tiles = (
+        a[:free, :free]
+        .reshape(blocks, wide, blocks, wide)
+        .diagonal(dim1=0, dim2=2)
+        .permute(2, 0, 1)
+    )
     own = tiles.expand(stripes, blocks, wide, wide).clone()
     gone = torch.zeros(stripes, blocks, dtype=torch.bool, device=w.device)
     factor = w.new_zeros(stripes, steps * wide, d)
     order = torch.empty(stripes, steps, dtype=torch.int64, device=w.device)
     losses = w.new_empty(stripes, steps)
     for t in range(steps):
-        cost = linalg.block_costs(own, w[..., :free].view(stripes, high, blocks, wide).transpose(1, 2))
+        cost = linalg.block_costs(
+            own, w[..., :free].view(stripes, high, blocks, wide).transpose(1, 2)
+        )
         losses[:, t], b = torch.where(gone, torch.inf, cost).min(dim=1)
         order[:, t] = b
         columns = b.unsqueeze(1) * wide + torch.arange(wide, device=w.device)
         done = factor[:, : t * wide]
         lines = a[columns] - done.gather(2, columns.unsqueeze(1).expand(-1, t * wide, -1)).mT @ done
         u = linalg.solve_lower(own[every, b], lines)
-        step = linalg.solve_lower(own[every, b], w.gather(2, columns.unsqueeze(1).expand(-1, high, -1)).mT)
+        step = linalg.solve_lower(
+            own[every, b], w.gather(2, columns.unsqueeze(1).expand(-1, high, -1)).mT
+        )
         w -= step.mT @ u
         within = u[..., :free].view(stripes, wide, blocks, wide).transpose(1, 2)
         own -= within.mT @ within
         factor[:, t * wide : (t + 1) * wide] = u
         gone[every, b] = True
-        own[gone] = torch.eye(wide, dtype=w.dtype, device=w.device)  # keeps the factorisations defined
+        own[gone] = torch.eye(
+            wide, dtype=w.dtype, device=w.device
+        )  # keeps the factorisations defined
     return order, losses

@@ -18,7 +18,8 @@ def swap_within_groups(
 ) -> Tensor:
     """Improve a mask that keeps as many of a group in every row; columns of group −1 stay as they are.
 
-    Every group swaps at most once. Costs d³/4 multiply-adds a row for the factorisation where half is kept, then 2d² a swap.
+    Every group swaps at most once. Costs d³/4 multiply-adds a row for the factorisation where half
+    is kept, then 2d² a swap.
     """
     support = int(mask[0].sum()) if len(mask) else 0
     if support in (0, mask.shape[1]):
@@ -26,7 +27,10 @@ def swap_within_groups(
     batch = max(1, _BATCH_ELEMENTS // (mask.shape[1] * support))
     spans = [slice(start, start + batch) for start in range(0, len(mask), batch)]
     on_device = group.to(mask.device)
-    parts = [kernels.swap(_state(gram, weight[s], mask[s], on_device), _WORTH, backend=backend) for s in spans]
+    parts = [
+        kernels.swap(_state(gram, weight[s], mask[s], on_device), _WORTH, backend=backend)
+        for s in spans
+    ]
     return torch.cat(parts)
 
 
@@ -37,11 +41,18 @@ def _state(gram: Tensor, weight: Tensor, mask: Tensor, group: Tensor) -> kernels
     across = gram[kept.unsqueeze(2), gone.unsqueeze(1)]
     u = inverse @ across
     wanted = weight @ gram
-    v = torch.zeros_like(weight).scatter_(1, kept, (inverse @ wanted.gather(1, kept).unsqueeze(2)).squeeze(2))
+    v = torch.zeros_like(weight).scatter_(
+        1, kept, (inverse @ wanted.gather(1, kept).unsqueeze(2)).squeeze(2)
+    )
     diagonal = torch.zeros_like(weight).scatter_(1, kept, -inverse.diagonal(dim1=1, dim2=2))
     diagonal.scatter_(1, gone, gram.diagonal()[gone] - (across * u).sum(dim=1))
     # Every row has as many pairs of a kept and a removed column in one group.
-    row, i, j = (group[kept].unsqueeze(2) == group[gone].unsqueeze(1)).nonzero().view(rows, -1, 3).unbind(dim=2)
+    row, i, j = (
+        (group[kept].unsqueeze(2) == group[gone].unsqueeze(1))
+        .nonzero()
+        .view(rows, -1, 3)
+        .unbind(dim=2)
+    )
     return kernels.Swaps(
         gram=gram,
         inverse=inverse,

@@ -1,9 +1,9 @@
 """N:M patterns: alternating directions, then swaps within groups.
 
-Small layers, where a start is a matter of chance, are also started from exact greedy OBS in which a group stops giving when it
-has given its share. Rows are independent under such a pattern, so each takes whichever left it the smaller error, on Ψ + λI
-where Ψ is damped, and keeps what it had where swaps, for rounding, did not help. Swaps cost rows·d³/4 multiply-adds; very wide
-layers go without.
+Small layers, where a start is a matter of chance, are also started from exact greedy OBS in which a
+group stops giving when it has given its share. Rows are independent under such a pattern, so each
+takes whichever left it the smaller error, on Ψ + λI where Ψ is damped, and keeps what it had where
+swaps, for rounding, did not help. Swaps cost rows·d³/4 multiply-adds; very wide layers go without.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ Method: TypeAlias = Literal["auto", "greedy", "admm"]
 # rows·d³ up to which each is worth its time: milliseconds, and about half a minute on two cores.
 GREEDY_UP_TO = 3e8
 SWAPS_UP_TO = 5e12
-# Below this independence float32 takes rounding for gains: swaps follow one another, and each inherits the digits lost before.
+# Below this independence float32 takes rounding for gains: swaps follow one another, and each
+# inherits the digits lost before.
 _SINGLE_PRECISION_SWAPS = 5e-3
-# Of the mean energy: an input below it is nearly dead, and this much damping keeps its weights where they were.
+# Of the mean energy: an input below it is nearly dead, and this much damping keeps its weights
+# where they were.
 _QUIET = 1e-5
 
 
 def solve_nbym(
-    problem: Problem, target: NByM, *, backend: kernels.Backend = "auto", method: Method = "auto", swaps: bool = True
+    problem: Problem,
+    target: NByM,
+    *,
+    backend: kernels.Backend = "auto",
+    method: Method = "auto",
+    swaps: bool = True,
 ) -> Solution:
     """Keep n of every m: "greedy" and "admm" take that mask alone, with swaps; "auto" takes what it can afford."""
     problem = _steadied(problem)
@@ -48,13 +55,19 @@ def solve_nbym(
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
         first = []
         if greedy:
-            first.append(greedy_mask(metric, weight, quota, backend=backend, label=f"{target} {problem.name}"))
+            first.append(
+                greedy_mask(
+                    metric, weight, quota, backend=backend, label=f"{target} {problem.name}"
+                )
+            )
         if method != "greedy":
             first.append(admm_mask(metric.gram, metric.scaled(weight), quota))
         mask, best = _better_rows(metric, weight, *first)
         if swaps:
             kind = sweep_dtype(metric, weight)
-            if problem.units is None and metric.independence < _SINGLE_PRECISION_SWAPS:  # wide ones have room for one matrix
+            if (
+                problem.units is None and metric.independence < _SINGLE_PRECISION_SWAPS
+            ):  # wide ones have room for one matrix
                 kind = torch.float64
             gram, scaled = metric.gram.to(kind), metric.scaled(weight).to(kind)
             swapped = swap_within_groups(gram, scaled, mask, quota.group, backend=backend)
@@ -71,10 +84,13 @@ def solve_nbym(
 def _steadied(problem: Problem) -> Problem:
     """Damp a problem with nearly dead inputs, unless its owner has.
 
-    Every group keeps its share, also where all its inputs are nearly dead: least squares would give those enormous weights
-    for the last digits of the calibration data, and the first livelier sample would pay for it.
+    Every group keeps its share, also where all its inputs are nearly dead: least squares would give
+    those enormous weights for the last digits of the calibration data, and the first livelier
+    sample would pay for it.
     """
-    if problem.damping is not None or problem.units is not None:  # wide problems are steady from the start
+    if (
+        problem.damping is not None or problem.units is not None
+    ):  # wide problems are steady from the start
         return problem
     energy = problem.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1)
     alive = energy[energy > 0]
@@ -97,17 +113,24 @@ def largest_of_groups(values: Tensor, quota: Quota) -> Tensor:
     return Keeper(quota, values.device)(values.flatten(0, -2)).view(values.shape)
 
 
-def greedy_mask(metric: Metric, weight: Tensor, quota: Quota, *, backend: kernels.Backend, label: str) -> Tensor:
+def greedy_mask(
+    metric: Metric, weight: Tensor, quota: Quota, *, backend: kernels.Backend, label: str
+) -> Tensor:
     """Exact greedy OBS until every group has given its share."""
     d = weight.shape[1]
     protected = int((quota.group < 0).sum())
     to_front = torch.arange(d).roll(protected)  # kernels want the protected columns first
     one_more = len(quota.allowed)  # they become a group that gives nothing
     group = quota.group[to_front]
-    shares = Quota(torch.where(group < 0, one_more, group), torch.cat([quota.allowed, quota.allowed.new_zeros(1)]))
+    shares = Quota(
+        torch.where(group < 0, one_more, group),
+        torch.cat([quota.allowed, quota.allowed.new_zeros(1)]),
+    )
     to_front = to_front.to(weight.device)
     inverse = metric.inverse[to_front][:, to_front].to(sweep_dtype(metric, weight))
-    order, _ = kernels.greedy(inverse, metric.scaled(weight)[:, to_front], protected, shares, backend=backend, label=label)
+    order, _ = kernels.greedy(
+        inverse, metric.scaled(weight)[:, to_front], protected, shares, backend=backend, label=label
+    )
     mask = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
     return mask.scatter_(1, to_front[order.long()], False)
 

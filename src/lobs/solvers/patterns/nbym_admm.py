@@ -8,14 +8,16 @@ from torch import Tensor
 from lobs.solvers.kernels import Quota
 from lobs.solvers.admm import ADMM
 
-STEPS = 13  # a pattern takes longer to settle than a count
+STEPS = 13  # a pattern takes longer to finish than a count
 
 
 def admm_mask(gram: Tensor, weight: Tensor, quota: Quota) -> Tensor:
     """A mask of the pattern for equilibrated weights; products in float32."""
     keep = Keeper(quota, weight.device)
     found, _ = ADMM(steps=STEPS).alternate(
-        gram.float().unsqueeze(0), weight.float().unsqueeze(0), lambda values: keep(values[0]).unsqueeze(0)
+        gram.float().unsqueeze(0),
+        weight.float().unsqueeze(0),
+        lambda values: keep(values[0]).unsqueeze(0),
     )
     return keep(found[0])
 
@@ -27,7 +29,9 @@ class Keeper:
         order = quota.group.argsort(stable=True)
         order = order[quota.group[order] >= 0]
         sizes = quota.group[order].bincount(minlength=len(quota.allowed))
-        self.held = (torch.arange(int(sizes.max()) if len(sizes) else 0) < sizes.unsqueeze(1)).to(device)
+        self.held = (torch.arange(int(sizes.max()) if len(sizes) else 0) < sizes.unsqueeze(1)).to(
+            device
+        )
         self.columns = torch.zeros(self.held.shape, dtype=torch.int64, device=device)
         self.columns[self.held] = order.to(device)
         self.kept = (sizes - quota.allowed).unsqueeze(1).to(device)

@@ -1,8 +1,9 @@
 """Whole output units, and whole input channels.
 
-Units are rows, and rows are independent: the units that cost least are the best choice, not just a greedy one. A removed unit
-keeps its bias, at the constant that replaces its output best, its mean; without a bias it falls silent. Channels are blocks of
-columns that all rows lose together: group OBS with one inverse for the whole layer.
+Units are rows, and rows are independent: the units that cost least are the best choice, not just a
+greedy one. A removed unit keeps its bias, at the constant that replaces its output best, its mean;
+without a bias it falls silent. Channels are blocks of columns that all rows lose together: group
+OBS with one inverse for the whole layer.
 """
 
 from __future__ import annotations

@@ -5,4 +5,12 @@ from __future__ import annotations
 from lobs.storage.compact.file import FORMAT, CompactFile, StoredTensor, read_compact, write_compact
 from lobs.storage.compact.values import VALUES, Values
 
-__all__ = ["FORMAT", "VALUES", "CompactFile", "StoredTensor", "Values", "read_compact", "write_compact"]
+__all__ = [
+    "FORMAT",
+    "VALUES",
+    "CompactFile",
+    "StoredTensor",
+    "Values",
+    "read_compact",
+    "write_compact",
+]

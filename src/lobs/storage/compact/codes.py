@@ -1,8 +1,9 @@
 """Where the stored values lie: a bit per position, or the gaps between them in a Rice code.
 
-A Rice code writes a gap g as its `width` low bits and g >> width in unary. With weights removed at random gaps are geometric,
-for which it is within a few per cent of the entropy. Low bits and unary parts go to separate streams, so that both directions
-are whole-array operations. Every reader checks before it allocates more than a few times the bytes it was given.
+A Rice code writes a gap g as its `width` low bits and g >> width in unary. With weights removed at
+random gaps are geometric, for which it is within a few per cent of the entropy. Low bits and unary
+parts go to separate streams, so that both directions are whole-array operations. Every reader
+checks before it allocates more than a few times the bytes it was given.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def unpack_gaps(data: Bytes, count: int, width: int, size: int) -> Positions:
     if count and int(high.max()) > size >> width:
         raise ValueError("a gap leads beyond the last place")
     gaps = (high << width) + bits @ (np.int64(1) << np.arange(width))
-    if gaps.sum(dtype=np.float64) > size:  # in floating point, where a hostile sum cannot wrap around
+    if (
+        gaps.sum(dtype=np.float64) > size
+    ):  # in floating point, where a hostile sum cannot wrap around
         raise ValueError("the gaps lead beyond the last place")
     positions: Positions = np.cumsum(gaps + 1) - 1
     if count and positions[-1] >= size:

@@ -1,7 +1,8 @@
 """Compact files: safetensors whose tensors are the parts of coded ones, with layout, record and hash in the header.
 
-The hash covers format, version, layout, record and every part, so that damage is noticed. It cannot stop a hostile writer, who
-can compute hashes too; what a file claims is therefore checked against the bytes it brings before anything is allocated.
+The hash covers format, version, layout, record and every part, so that damage is noticed. It cannot
+stop a hostile writer, who can compute hashes too; what a file claims is therefore checked against
+the bytes it brings before anything is allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lobs.storage.compact.tensors import PARTS, Entry, Parts, check_sizes, decode, encode, entry_from_json
+from lobs.storage.compact.tensors import (
+    PARTS,
+    Entry,
+    Parts,
+    check_sizes,
+    decode,
+    encode,
+    entry_from_json,
+)
 from lobs.storage.compact.values import VALUES, Values
 from lobs.errors import FileError
 from lobs.storage.atomic import atomic_write
@@ -96,7 +105,12 @@ def write_compact(
         parts[name] = own
         rows.append(_account(name, entry, own, tensor, masks.get(name)))
     stored = _named(parts, layout)
-    header = {"format": FORMAT, "version": str(VERSION), "layout": _json(layout), "record": _json(dict(record))}
+    header = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "layout": _json(layout),
+        "record": _json(dict(record)),
+    }
     header["sha256"] = _digest(header, stored)
     with atomic_write(path) as partial:
         try:
@@ -112,11 +126,18 @@ def read_compact(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """State dict, masks and record from a file's header and tensors."""
     if header.get("version") != str(VERSION):
-        raise FileError(f"'{source}' has format version {header.get('version')}; this lobs reads version {VERSION}.")
-    # Tensors from safetensors are views of the file on disk; what was hashed must be what is used, whoever writes there later.
+        raise FileError(
+            f"'{source}' has format version {header.get('version')}; this lobs reads version "
+            f"{VERSION}."
+        )
+    # Tensors from safetensors are views of the file on disk; what was hashed must be what is used,
+    # whoever writes there later.
     stored = {name: tensor.clone() for name, tensor in stored.items()}
     if header.get("sha256") != _digest(header, stored):
-        raise FileError(f"'{source}' is damaged: its content does not have the hash that its header states. Copy it again.")
+        raise FileError(
+            f"'{source}' is damaged: its content does not have the hash that its header states. "
+            "Copy it again."
+        )
     try:
         layout, record = json.loads(header["layout"]), json.loads(header["record"])
         if not isinstance(record, dict):
@@ -129,7 +150,9 @@ def read_compact(
             check_sizes(entry, parts[name])
         decoded = {name: decode(entry, parts[name]) for name, entry in entries.items()}
     except _DAMAGE as error:
-        raise FileError(f"'{source}' is a compact file with a damaged layout: {error!r}.") from error
+        raise FileError(
+            f"'{source}' is a compact file with a damaged layout: {error!r}."
+        ) from error
     masks = {name: mask for name, (_, mask) in decoded.items() if mask is not None}
     return {name: tensor for name, (tensor, _) in decoded.items()}, masks, record
 
@@ -143,7 +166,9 @@ def _named(parts: Mapping[str, Parts], layout: Mapping[str, Any]) -> dict[str, T
             if part == "values" and _plain(layout[name]["code"], layout[name]["values"]):
                 key, value = name, tensor.reshape(layout[name]["shape"])
             if key in stored:
-                raise FileError(f"two tensors would be stored as '{key}'. Rename the one called '{name}'.")
+                raise FileError(
+                    f"two tensors would be stored as '{key}'. Rename the one called '{name}'."
+                )
             stored[key] = value.contiguous()
     return stored
 
@@ -153,7 +178,9 @@ def _parts_of(name: str, entry: Entry, stored: Mapping[str, Tensor]) -> Parts:
     if _plain(entry.code, entry.values):
         whole = stored[name]
         if tuple(whole.shape) != entry.shape or "values" in own:
-            raise ValueError(f"'{name}' is stored as {tuple(whole.shape)}, announced as {entry.shape}")
+            raise ValueError(
+                f"'{name}' is stored as {tuple(whole.shape)}, announced as {entry.shape}"
+            )
         own["values"] = whole.reshape(-1)
     return own
 
@@ -162,12 +189,18 @@ def _plain(code: str, values: str) -> bool:
     return code == "dense" and values == "same"
 
 
-def _account(name: str, entry: Entry, parts: Parts, tensor: Tensor, mask: Tensor | None) -> StoredTensor:
+def _account(
+    name: str, entry: Entry, parts: Parts, tensor: Tensor, mask: Tensor | None
+) -> StoredTensor:
     sizes = {part: t.numel() * t.element_size() for part, t in parts.items()}
-    value_bytes = sum(size for part, size in sizes.items() if part in ("values", "scale", "top", "rest"))
+    value_bytes = sum(
+        size for part, size in sizes.items() if part in ("values", "scale", "top", "rest")
+    )
     moved = 0.0
     if entry.values in ("float16", "int8") and entry.size:
-        moved = float((decode(entry, parts)[0].double() - tensor.detach().cpu().double()).abs().max())
+        moved = float(
+            (decode(entry, parts)[0].double() - tensor.detach().cpu().double()).abs().max()
+        )
     return StoredTensor(
         name=name,
         shape=entry.shape,

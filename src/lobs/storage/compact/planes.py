@@ -19,7 +19,10 @@ def split(values: Tensor) -> dict[str, Tensor]:
     planes = values.contiguous().view(torch.uint8).reshape(len(values), -1).numpy()
     top = min((_deflate(planes[:, -1].tobytes(), strategy) for strategy in _STRATEGIES), key=len)
     rest = np.ascontiguousarray(planes[:, :-1]).reshape(-1)
-    return {"top": torch.from_numpy(np.frombuffer(top, np.uint8).copy()), "rest": torch.from_numpy(rest)}
+    return {
+        "top": torch.from_numpy(np.frombuffer(top, np.uint8).copy()),
+        "rest": torch.from_numpy(rest),
+    }
 
 
 def join(parts: dict[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from lobs.storage.compact import planes
-from lobs.storage.compact.codes import Positions, gap_width, pack_bits, pack_gaps, unpack_bits, unpack_gaps
+from lobs.storage.compact.codes import (
+    Positions,
+    gap_width,
+    pack_bits,
+    pack_gaps,
+    unpack_bits,
+    unpack_gaps,
+)
 from lobs.storage.compact.values import Values, quantise, restore, stored_as, worthwhile
 from lobs.errors import FileError
 
@@ -22,14 +29,33 @@ Parts: TypeAlias = dict[str, Tensor]
 
 PARTS = ("values", "scale", "top", "rest", "bits", "gaps", "mask")
 _HEADER = 100  # bytes that one more part costs in the file's header, about
-_GROWTH, _FREE = 1024, 2**16  # a reader makes at most so many bytes of each stored one, beyond what is free
+_GROWTH, _FREE = (
+    1024,
+    2**16,
+)  # a reader makes at most so many bytes of each stored one, beyond what is free
 _LARGEST = 2**48
 
 DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        ),
+        *(
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+        ),
         *(torch.bool, torch.complex64),
     )
 }
@@ -64,12 +90,21 @@ class Entry:
 
 def entry_from_json(raw: Any) -> Entry:
     """An entry of a file's header, refused with `ValueError` where it is not one."""
-    if not isinstance(raw, dict) or set(raw) != set(Entry.__dataclass_fields__) or not isinstance(raw["shape"], list):
+    if (
+        not isinstance(raw, dict)
+        or set(raw) != set(Entry.__dataclass_fields__)
+        or not isinstance(raw["shape"], list)
+    ):
         raise ValueError("an entry does not have the fields it must have")
     for number in (*raw["shape"], raw["count"], raw["width"]):
         if type(number) is not int or not 0 <= number <= _LARGEST:
             raise ValueError(f"{number!r} is not a size")
-    known = {"dtype": DTYPES, "code": get_args(Code), "values": get_args(Stored), "mask": get_args(MaskKind)}
+    known = {
+        "dtype": DTYPES,
+        "code": get_args(Code),
+        "values": get_args(Stored),
+        "mask": get_args(MaskKind),
+    }
     for field, choices in known.items():
         if not isinstance(raw[field], str) or raw[field] not in choices:
             raise ValueError(f"unknown {field} {raw[field]!r}")
@@ -109,7 +144,9 @@ def encode(name: str, tensor: Tensor, mask: Tensor | None, kind: Values) -> tupl
     return _with_planes(entry, parts)
 
 
-def _parts(name: str, entry: Entry, flat: Tensor, positions: Positions, mask: Tensor | None) -> Parts:
+def _parts(
+    name: str, entry: Entry, flat: Tensor, positions: Positions, mask: Tensor | None
+) -> Parts:
     parts: Parts = {}
     if entry.code == "bits":
         parts["bits"] = torch.from_numpy(pack_bits(positions, entry.size))
@@ -124,14 +161,21 @@ def _parts(name: str, entry: Entry, flat: Tensor, positions: Positions, mask: Te
 
 def _with_planes(entry: Entry, parts: Parts) -> tuple[Entry, Parts]:
     """Values in byte planes where that is smaller; what is dense and unchanged stays readable for everyone."""
-    if entry.values != "same" or entry.code == "dense" or not DTYPES[entry.dtype].is_floating_point or entry.count == 0:
+    if (
+        entry.values != "same"
+        or entry.code == "dense"
+        or not DTYPES[entry.dtype].is_floating_point
+        or entry.count == 0
+    ):
         return entry, parts
     if DTYPES[entry.dtype].itemsize == 1:
         return entry, parts
     split = planes.split(parts["values"])
     if len(split["top"]) + _HEADER >= entry.count:
         return entry, parts
-    return replace(entry, values="planes"), {part: t for part, t in parts.items() if part != "values"} | split
+    return replace(entry, values="planes"), {
+        part: t for part, t in parts.items() if part != "values"
+    } | split
 
 
 def part_shapes(entry: Entry) -> dict[str, tuple[torch.dtype, int | None]]:
@@ -140,7 +184,10 @@ def part_shapes(entry: Entry) -> dict[str, tuple[torch.dtype, int | None]]:
     byte = -(-entry.size // 8)
     needed: dict[str, tuple[torch.dtype, int | None]]
     if entry.values == "planes":
-        needed = {"top": (torch.uint8, None), "rest": (torch.uint8, entry.count * (dtype.itemsize - 1))}
+        needed = {
+            "top": (torch.uint8, None),
+            "rest": (torch.uint8, entry.count * (dtype.itemsize - 1)),
+        }
     else:
         needed = {"values": (stored_as(entry.values, dtype), entry.count)}
     if entry.values == "int8":
@@ -159,8 +206,14 @@ def check_sizes(entry: Entry, parts: Parts) -> None:
         raise ValueError(f"its parts are {sorted(parts)}, not {sorted(needed)}")
     for part, (dtype, length) in needed.items():
         found = parts[part]
-        if found.dtype != dtype or found.dim() != 1 or (length is not None and len(found) != length):
-            raise ValueError(f"its {part} are {found.dtype} {tuple(found.shape)}, not {dtype} of length {length}")
+        if (
+            found.dtype != dtype
+            or found.dim() != 1
+            or (length is not None and len(found) != length)
+        ):
+            raise ValueError(
+                f"its {part} are {found.dtype} {tuple(found.shape)}, not {dtype} of length {length}"
+            )
     stored = sum(p.numel() * p.element_size() for p in parts.values())
     dtype = DTYPES[entry.dtype]
     if entry.size * dtype.itemsize > _allowed(stored):
@@ -183,7 +236,11 @@ def decode(entry: Entry, parts: Parts) -> tuple[Tensor, Tensor | None]:
     where = torch.from_numpy(_positions(entry, parts))
     if len(where) != entry.count:
         raise ValueError(f"{len(where)} positions for {entry.count} values")
-    if entry.values == "same" and dtype == torch.bool and bool((parts["values"].view(torch.uint8) > 1).any()):
+    if (
+        entry.values == "same"
+        and dtype == torch.bool
+        and bool((parts["values"].view(torch.uint8) > 1).any())
+    ):
         raise ValueError("a truth value is neither true nor false")
     if entry.values == "planes":
         values = planes.join(parts, entry.count, dtype)
@@ -212,7 +269,11 @@ def _mask(entry: Entry, parts: Parts, tensor: Tensor, where: Tensor) -> Tensor |
         return None
     if entry.mask == "full":
         return torch.ones(entry.shape, dtype=torch.bool)
-    kept = where if entry.mask == "stored" else torch.from_numpy(unpack_bits(parts["mask"].numpy(), entry.size))
+    kept = (
+        where
+        if entry.mask == "stored"
+        else torch.from_numpy(unpack_bits(parts["mask"].numpy(), entry.size))
+    )
     mask = torch.zeros(entry.size, dtype=torch.bool)
     mask[kept] = True
     mask = mask.reshape(entry.shape)

@@ -1,8 +1,8 @@
 """CIFAR-10 (Krizhevsky 2009): 50,000 and 10,000 colour images of 32×32 in ten classes, in its published binary form.
 
-The binary batches hold one label byte and 3,072 pixel bytes an image; the version for Python is a pickle, which `lobs`
-never opens. Hashes are checked on every load. Pixels are scaled to [0, 1], then to mean 0 and deviation 1 by channel, with
-the training set's numbers.
+The binary batches hold one label byte and 3,072 pixel bytes an image; the version for Python is a
+pickle, which `lobs` never opens. Hashes are checked on every load. Pixels are scaled to [0, 1],
+then to mean 0 and deviation 1 by channel, with the training set's numbers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _HASHES = {
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
 }
 _STEPS = (
-    "Run `lobs data cifar10 FOLDER`, which downloads 162 MB and checks it; or unpack cifar-10-binary.tar.gz (the binary "
-    f"version, not the one for Python) from {URL} into FOLDER. Then pass --data FOLDER or set LOBS_DATA=FOLDER."
+    "Run `lobs data cifar10 FOLDER`, which downloads 162 MB and checks it; or unpack "
+    "cifar-10-binary.tar.gz (the binary "
+    f"version, not the one for Python) from {URL} into FOLDER. Then pass --data FOLDER or set "
+    "LOBS_DATA=FOLDER."
 )
 
 
@@ -56,7 +58,9 @@ def decode(records: np.ndarray) -> LabelledImages:
     """Label bytes and scaled images from records of 3,073 bytes."""
     images = torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).astype(np.float32))
     mean, deviation = (torch.tensor(v).view(3, 1, 1) * 255.0 for v in (MEAN, DEVIATION))
-    return LabelledImages(images.sub_(mean).div_(deviation), torch.from_numpy(records[:, 0].astype(np.int64)))
+    return LabelledImages(
+        images.sub_(mean).div_(deviation), torch.from_numpy(records[:, 0].astype(np.int64))
+    )
 
 
 def download(folder: str | os.PathLike[str], url: str = URL) -> Path:
@@ -82,7 +86,9 @@ def _fetch(url: str, where: Path) -> None:
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = Path(member.name).name
-                file = tar.extractfile(member) if name in _HASHES else None  # only plain files of known names are written
+                file = (
+                    tar.extractfile(member) if name in _HASHES else None
+                )  # only plain files of known names are written
                 if file is not None:
                     (Path(partial) / name).write_bytes(file.read())
                     os.replace(Path(partial) / name, where / name)

@@ -10,7 +10,9 @@ from pathlib import Path
 from lobs.errors import DataError
 
 
-def find(names: Sequence[str], given: str | os.PathLike[str] | None, *, what: str, steps: str) -> Path:
+def find(
+    names: Sequence[str], given: str | os.PathLike[str] | None, *, what: str, steps: str
+) -> Path:
     """The first of `names` that exists in `given`, or in the folder that LOBS_DATA names, or anywhere one level below it.
 
     Args:
@@ -21,25 +23,41 @@ def find(names: Sequence[str], given: str | os.PathLike[str] | None, *, what: st
     """
     chosen = given if given is not None else os.environ.get("LOBS_DATA")
     if chosen is None:
-        raise DataError(f"{what} does not come with lobs, and neither --data nor LOBS_DATA says where it is. {steps}")
+        raise DataError(
+            f"{what} does not come with lobs, and neither --data nor LOBS_DATA says where it is. "
+            f"{steps}"
+        )
     root = Path(chosen).expanduser()
     if not root.exists():
         raise DataError(f"{what}: there is no '{root}'. {steps}")
     if root.is_file():
         return root
-    for folder in (root, *sorted(p for p in root.glob("*") if p.is_dir()), *sorted(p for p in root.glob("*/*") if p.is_dir())):
+    for folder in (
+        root,
+        *sorted(p for p in root.glob("*") if p.is_dir()),
+        *sorted(p for p in root.glob("*/*") if p.is_dir()),
+    ):
         for name in names:
             if (folder / name).exists():
                 return folder / name
-    raise DataError(f"{what}: no {' or '.join(names)} in '{root}' or in the folders below it. {steps}")
+    raise DataError(
+        f"{what}: no {' or '.join(names)} in '{root}' or in the folders below it. {steps}"
+    )
 
 
 def check_hash(path: Path, sha256: str, what: str) -> None:
     """Refuse a file whose contents are not the published ones."""
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(path)
+        found = (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _digest(path)
+        )
     if found != sha256:
-        raise DataError(f"{what}: '{path}' is damaged: sha256 {found[:12]}…, expected {sha256[:12]}…. Fetch it again.")
+        raise DataError(
+            f"{what}: '{path}' is damaged: sha256 {found[:12]}…, expected {sha256[:12]}…. Fetch it "
+            "again."
+        )
 
 
 def _digest(path: Path) -> str:  # Python 3.10 has no file_digest

@@ -1,8 +1,9 @@
 """ImageNet (ILSVRC-2012), from class folders on disk or in a tar file that is read in place.
 
-Images are scaled so that their shorter side is 256 and cropped to the centre 224×224; those that are 224×224 already are
-taken as they are. Class folders named by number are that class; otherwise classes are counted in the order of their names,
-as torchvision does. Decoding needs Pillow: `pip install 'lobs[imagenet]'`.
+Images are scaled so that their shorter side is 256 and cropped to the centre 224×224; those that
+are 224×224 already are taken as they are. Class folders named by number are that class; otherwise
+classes are counted in the order of their names, as torchvision does. Decoding needs Pillow: `pip
+install 'lobs[imagenet]'`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ Scaling = Literal["torchvision", "caffe"]
 _SIDE, _SHORTER = 224, 256
 _LONGEST = 100  # times the shorter side: scaling a line up to 224 pixels would take gigabytes
 _SUFFIXES = (".jpg", ".jpeg", ".png")
-# What networks expect: torchvision's were trained on [0, 1] less a mean over a deviation, the first ones on 0–255 less a mean.
+# What networks expect: torchvision's were trained on [0, 1] less a mean over a deviation, the first
+# ones on 0–255 less a mean.
 _SCALINGS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
     "torchvision": (1 / 255, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "caffe": (1.0, (123.68, 116.779, 103.939), (1.0, 1.0, 1.0)),
 }
 _STEPS = (
-    "Register at https://image-net.org, download ILSVRC2012_img_val.tar (6.3 GB) or the training images, sort them into one "
-    "folder a class (val/<class>/<image>.JPEG), or put those folders into a tar file. Then pass --data FOLDER_OR_TAR or set "
+    "Register at https://image-net.org, download ILSVRC2012_img_val.tar (6.3 GB) or the training "
+    "images, sort them into one "
+    "folder a class (val/<class>/<image>.JPEG), or put those folders into a tar file. Then pass "
+    "--data FOLDER_OR_TAR or set "
     "LOBS_DATA."
 )
 
@@ -52,7 +56,8 @@ class ImageNet:
         entries = self.entries
         if limit is not None and limit < len(entries):
             entries = tuple(entries[i * len(entries) // limit] for i in range(limit))
-        # Whole batches are decoded at once: more than this many images would take a gigabyte on their way through a network.
+        # Whole batches are decoded at once: more than this many images would take a gigabyte on
+        # their way through a network.
         return replace(self, batch_size=min(size, 50), entries=entries)
 
     @property
@@ -67,7 +72,9 @@ class ImageNet:
         with _Reader(self.source) as read:
             for start in range(0, len(self.entries), self.batch_size):
                 part = self.entries[start : start + self.batch_size]
-                images = torch.stack([scaled(decoded(read(name), name), self.scaling) for name, _ in part])
+                images = torch.stack(
+                    [scaled(decoded(read(name), name), self.scaling) for name, _ in part]
+                )
                 yield images, torch.tensor([label for _, label in part])
 
 
@@ -88,7 +95,10 @@ def load(
     where = _find(split, source)
     entries = _entries(where)
     if not entries:
-        raise DataError(f"ImageNet: '{where}' holds no class folders with {', '.join(_SUFFIXES)} images. {_STEPS}")
+        raise DataError(
+            f"ImageNet: '{where}' holds no class folders with {', '.join(_SUFFIXES)} images. "
+            f"{_STEPS}"
+        )
     return ImageNet(where, scaling, batch_size, tuple(entries)).batches(batch_size, limit)
 
 
@@ -97,11 +107,16 @@ def decoded(raw: bytes, name: str) -> Tensor:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError("reading ImageNet's images needs Pillow: pip install 'lobs[imagenet]'.") from error
+        raise DataError(
+            "reading ImageNet's images needs Pillow: pip install 'lobs[imagenet]'."
+        ) from error
     try:
         image: Any = Image.open(io.BytesIO(raw))
         if max(image.size) > _LONGEST * min(image.size):
-            raise DataError(f"ImageNet: '{name}' is {image.size[0]}×{image.size[1]}; no image has such sides. Remove it.")
+            raise DataError(
+                f"ImageNet: '{name}' is {image.size[0]}×{image.size[1]}; no image has such sides. "
+                "Remove it."
+            )
         image = image.convert("RGB")
     except DataError:
         raise
@@ -111,14 +126,18 @@ def decoded(raw: bytes, name: str) -> Tensor:
         factor = _SHORTER / min(image.size)
         wide, high = (max(_SIDE, round(side * factor)) for side in image.size)
         left, top = (wide - _SIDE) // 2, (high - _SIDE) // 2
-        image = image.resize((wide, high), Image.Resampling.BILINEAR).crop((left, top, left + _SIDE, top + _SIDE))
+        image = image.resize((wide, high), Image.Resampling.BILINEAR).crop(
+            (left, top, left + _SIDE, top + _SIDE)
+        )
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def scaled(image: Tensor, scaling: Scaling) -> Tensor:
     """Bytes as the numbers that a network was trained on."""
     factor, mean, deviation = _SCALINGS[scaling]
-    return (image.float() * factor - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(deviation).view(3, 1, 1)
+    return (image.float() * factor - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(
+        deviation
+    ).view(3, 1, 1)
 
 
 def _find(split: str, source: str | os.PathLike[str] | None) -> Path:
@@ -137,14 +156,18 @@ def _entries(where: Path) -> list[tuple[str, int]]:
             with tarfile.open(where) as tar:
                 names = [m.name for m in tar if m.isfile()]
         except (OSError, tarfile.TarError) as error:
-            raise DataError(f"ImageNet: '{where}' is not a readable tar file: {error}. {_STEPS}") from error
+            raise DataError(
+                f"ImageNet: '{where}' is not a readable tar file: {error}. {_STEPS}"
+            ) from error
     else:
         names = [str(p.relative_to(where)) for p in where.glob("*/*")]
     images = [n for n in names if n.lower().endswith(_SUFFIXES) and len(Path(n).parts) >= 2]
     classes = sorted({Path(n).parts[-2] for n in images})
     numbered = all(c.isdecimal() for c in classes)
     index = {c: int(c) if numbered else i for i, c in enumerate(classes)}
-    return sorted(((n, index[Path(n).parts[-2]]) for n in images), key=lambda entry: (entry[1], entry[0]))
+    return sorted(
+        ((n, index[Path(n).parts[-2]]) for n in images), key=lambda entry: (entry[1], entry[0])
+    )
 
 
 class _Reader:

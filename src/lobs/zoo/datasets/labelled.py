@@ -23,4 +23,7 @@ class LabelledImages:
     def batches(self, size: int = 500, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Return (images, labels) batches of the first `limit` samples, in order (views, no copies)."""
         n = len(self) if limit is None else min(limit, len(self))
-        return [(self.images[i : min(i + size, n)], self.labels[i : min(i + size, n)]) for i in range(0, n, size)]
+        return [
+            (self.images[i : min(i + size, n)], self.labels[i : min(i + size, n)])
+            for i in range(0, n, size)
+        ]

@@ -18,12 +18,24 @@ from lobs.errors import DataError
 
 _FILES: dict[Split, tuple[tuple[str, str], tuple[str, str]]] = {
     "train": (
-        ("train-images-idx3-ubyte.gz", "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-        ("train-labels-idx1-ubyte.gz", "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+        (
+            "train-images-idx3-ubyte.gz",
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        ),
+        (
+            "train-labels-idx1-ubyte.gz",
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        ),
     ),
     "test": (
-        ("t10k-images-idx3-ubyte.gz", "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-        ("t10k-labels-idx1-ubyte.gz", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+        (
+            "t10k-images-idx3-ubyte.gz",
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        ),
+        (
+            "t10k-labels-idx1-ubyte.gz",
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        ),
     ),
 }
 
@@ -39,11 +51,16 @@ def load(split: Split) -> LabelledImages:
 def _checked(name: str, sha256: str) -> bytes:
     path = resources.files("lobs.zoo.datasets") / "mnist_files" / name
     if not path.is_file():
-        raise DataError(f"MNIST file '{name}' is missing from the installed package. Reinstall lobs.")
+        raise DataError(
+            f"MNIST file '{name}' is missing from the installed package. Reinstall lobs."
+        )
     raw = path.read_bytes()
     found = hashlib.sha256(raw).hexdigest()
     if found != sha256:
-        raise DataError(f"MNIST file '{name}' is damaged: sha256 {found[:12]}…, expected {sha256[:12]}…. Reinstall lobs.")
+        raise DataError(
+            f"MNIST file '{name}' is damaged: sha256 {found[:12]}…, expected {sha256[:12]}…. "
+            "Reinstall lobs."
+        )
     return gzip.decompress(raw)
 
 

@@ -18,7 +18,9 @@ NAMES = ("mnist", "cifar10", "imagenet", "imagenet-caffe")
 class Batched(Protocol):
     """A data set that can be cut into batches."""
 
-    def batches(self, size: int = 500, limit: int | None = None) -> Sequence[tuple[Tensor, Tensor]] | imagenet.ImageNet:
+    def batches(
+        self, size: int = 500, limit: int | None = None
+    ) -> Sequence[tuple[Tensor, Tensor]] | imagenet.ImageNet:
         """Batches of (images, labels), at most `limit` samples in all; can be run through again and again."""
         ...
 
