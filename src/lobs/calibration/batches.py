@@ -37,10 +37,10 @@ class Batches:
         self.source, self.name = source, name
 
     def __iter__(self) -> Iterator[Any]:
-        with told(f"reading the first {self.name} batch"):
+        with user_code(f"reading the first {self.name} batch"):
             batches = iter(self.source)
         for index in count():
-            with told(f"reading {self.name} batch {index}"):
+            with user_code(f"reading {self.name} batch {index}"):
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -72,7 +72,7 @@ def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches"
 
 
 @contextmanager
-def told(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
+def user_code(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
     """Turn what user code raises into a `CalibrationError` that says what was being done, and a remedy if there is one."""
     try:
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibration.batches import remedy_for, told, written
+from lobs.calibration.batches import remedy_for, user_code, written
 from lobs._system.distributed import process_group
 from lobs.errors import CalibrationError
 
@@ -18,7 +18,7 @@ from lobs.errors import CalibrationError
 def call(model: nn.Module, batch: Any) -> Any:
     """Run a model on one batch: a tensor, a tuple whose first item is the input, or keyword arguments."""
     if isinstance(batch, Mapping):
-        with told(
+        with user_code(
             f"running the network on a batch of {', '.join(map(str, batch))}",
             partial(_remedy, model, batch),
         ):
@@ -31,7 +31,7 @@ def call(model: nn.Module, batch: Any) -> Any:
         batch = batch[0]
     if not isinstance(batch, Tensor):
         raise CalibrationError(_not_a_tensor(batch, _kind(model)))
-    with told(
+    with user_code(
         f"running the network on a batch of shape {tuple(batch.shape)}",
         partial(_remedy, model, batch),
     ):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibration.batches import told
+from lobs.calibration.batches import user_code
 from lobs._system.distributed import process_group
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
@@ -65,7 +65,7 @@ def output_influence(
             if not out.requires_grad:  # no layer has a say in it
                 continue
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
-            with told(
+            with user_code(
                 "going back through the network, as a budget for all of it needs (scope='layer' "
                 "does not),"
             ):

@@ -182,13 +182,11 @@ def _unsupported(layer: Layer) -> str:
             return "its weight or bias is not a parameter (torch.nn.utils.prune, perhaps); make it permanent first (prune.remove)"
         if weight.device.type == "meta":
             return "its weight is on the meta device; load weights first"
-        plain = _plain(module)
-        same = all(
-            getattr(type(module), f, None) is getattr(plain, f, None)
-            for f in ("forward", "_conv_forward")
-        )
-        if not same or _overridden(module):
-            return f"{type(module).__name__} computes its output in its own way, not as {plain.__name__} does; use a plain one"
+        if not _has_known_forward(module) or _overridden(module):
+            return (
+                f"{type(module).__name__} computes its output in its own way, not as "
+                f"{_known_class(module).__name__} does; use a plain one"
+            )
     return ""
 
 
@@ -200,8 +198,23 @@ def _overridden(module: nn.Module) -> bool:
     )
 
 
-def _plain(module: nn.Module) -> type:
-    """The class whose way of computing `lobs` knows."""
+def is_plain_layer(module: nn.Module) -> bool:
+    """Tell whether a module is one layer that computes as the class that `lobs` knows."""
+    known = as_layer("", module) is not None and _has_known_forward(module)
+    return known and "forward" not in vars(module)
+
+
+def _has_known_forward(module: nn.Module) -> bool:
+    """Tell whether a module's class computes as the class that `lobs` knows."""
+    known = _known_class(module)
+    return all(
+        getattr(type(module), name, None) is getattr(known, name, None)
+        for name in ("forward", "_conv_forward")
+    )
+
+
+def _known_class(module: nn.Module) -> type:
+    """Return the class whose forward pass `lobs` knows and a module inherits."""
     known = (*_VIEWS, nn.MultiheadAttention)
     return (
         next((c for c in known if isinstance(module, c)), None)

@@ -68,28 +68,3 @@ def watching(observations: Iterable[Handle]) -> Iterator[None]:
         for handle in observations:
             stack.callback(handle.remove)
         yield
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Undo what this block does to a network's attributes and buffers; lists the modules that it changed, afterwards.
-
-    Tracing runs `forward` on proxies: constants made there become attributes of the network,
-    buffers assigned there proxies.
-    """
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    changed: list[nn.Module] = []
-    try:
-        yield changed
-    finally:
-        for module, own, buffers in before:
-            if not (_same_items(vars(module), own) and _same_items(module._buffers, buffers)):
-                changed.append(module)
-                vars(module).clear()
-                vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-
-
-def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[key] is value for key, value in b.items())

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from lobs.calibration.batches import told
+from lobs.calibration.batches import user_code
 from lobs._system.distributed import process_group
 from lobs.errors import LobsError, caution
 from lobs.pruning.session import Job
@@ -97,7 +97,7 @@ def _score(evaluate: Evaluate, model: nn.Module, run_store: RunStore, key: str) 
     with process_group().raise_together():
         if process_group().leads:
             with (
-                told("evaluate"),
+                user_code("evaluate"),
                 evaluating(model),
             ):  # a function that forgets eval mode would train batch norms
                 value = evaluate(model)

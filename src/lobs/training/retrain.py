@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from lobs.calibration.batches import told
+from lobs.calibration.batches import user_code
 from lobs.errors import TrainingError
 from lobs.training.hold import hold
 from lobs._system.progress import shown, track
@@ -254,7 +254,7 @@ class _Job:
         else:
             with evaluating(self.teacher):
                 wanted = call(self.teacher, batch)
-        with told(
+        with user_code(
             f"the loss of outputs of shape {tuple(outputs.shape)} and labels of shape "
             f"{tuple(wanted.shape)}"
         ):
@@ -313,7 +313,7 @@ class _Job:
             with torch.random.fork_rng(
                 devices=[]
             ):  # looking must not change what training draws next
-                with told("evaluate"):
+                with user_code("evaluate"):
                     error = float(self.evaluate(run.model))
                 run.counters["history"].append([run.counters["iteration"], error])
 
