@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lobs.solvers import linalg
 from lobs._system.distributed import process_group
 from lobs.calibration.forward import call
+from lobs.layers.hooks import before_forward
 
 # See `reestimate`.
 Compare: TypeAlias = Callable[[Callable[[Any], None] | None], float | None]
@@ -230,7 +231,7 @@ def _watching(norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]) 
         return lambda _, args, named: see(name, args[0] if args else named["input"])
 
     handles = [
-        norm.register_forward_pre_hook(watch(name), with_kwargs=True)
+        before_forward(norm, watch(name), with_kwargs=True)
         for name, norm in norms.items()
     ]
     try:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs.errors import CalibrationError
-from lobs.layers.hooks import Handle, Undo
+from lobs.layers.hooks import Handle, Undo, after_forward, before_forward
 
 # Patches are formed in pieces this large, so that memory does not grow with the batch or the image,
 # and so that each float32 product sums few enough terms to keep six digits; pieces are then added
@@ -241,7 +241,7 @@ class Layer(ABC):
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             callback(self.called_with(args, kwargs))
 
-        return self.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+        return before_forward(self.module, hook, with_kwargs=True).remove
 
     def _tap_output(self, callback: OnOutput) -> Undo:
-        return self.module.register_forward_hook(lambda _, __, z: callback(z)).remove
+        return after_forward(self.module, lambda _, __, z: callback(z)).remove

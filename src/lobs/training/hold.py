@@ -17,12 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from lobs.errors import MaskError
+from lobs.layers.hooks import after_step, before_step, on_gradient
 
 _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile; DataParallel, AveragedModel
 
@@ -44,20 +41,20 @@ class Hold:
         for name in self.masks:
             tensor = self._tensor(name)
             if tensor.requires_grad:
-                self._handles.append(tensor.register_hook(self._zero_gradient(name)))  # type: ignore[no-untyped-call]
+                self._handles.append(on_gradient(tensor, self._zero_gradient(name)))
         if (
             optimizer is None
         ):  # every optimiser there is or will be; those of other networks are left alone
-            self._handles.append(register_optimizer_step_pre_hook(self._before))
-            self._handles.append(register_optimizer_step_post_hook(self._after))
+            self._handles.append(before_step(None, self._before))
+            self._handles.append(after_step(None, self._after))
         else:
             while isinstance(
                 inner := getattr(optimizer, "optimizer", None), Optimizer
             ):  # Hugging Face Accelerate wraps them
                 optimizer = inner
             self._before(optimizer)
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(self._after))
+            self._handles.append(before_step(optimizer, self._before))
+            self._handles.append(after_step(optimizer, self._after))
 
     def apply(self) -> None:
         """Zero the removed weights now; for code that changes weights without an optimiser."""
