@@ -7,8 +7,23 @@ from torch.nn import functional as F
 
 import lobs
 from lobs import Structured
+from lobs.calibration.batch_norm import find_norms
 from lobs.deploy.shrink import fit_to
-from tests.calibration.test_batch_norm import trained_like
+
+
+def trained_like(model, batches):
+    """Give batch norms statistics that fit, as training would."""
+    for norm in find_norms(model).values():
+        norm.momentum = 0.3
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 1.5)
+            norm.bias.normal_(0, 0.3)
+    model.train()
+    with torch.no_grad():
+        for _ in range(30):
+            for x in batches:
+                model(x)
+    return model.eval()
 
 
 class Residual(nn.Module):

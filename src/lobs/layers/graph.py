@@ -110,7 +110,9 @@ class _Tracer(fx.Tracer):
         names = frozenset(targets[:1]) if self.names is None else self.names
         if not names <= {t for t in targets if not t.startswith("*")}:
             raise TraceError("an argument is passed on through *args or **kwargs")
-        fixed = {id(p): _default(p.node) for p, t in zip(proxies, targets) if t not in names}
+        fixed = {
+            id(p): _default(p.node) for p, t in zip(proxies, targets, strict=True) if t not in names
+        }
         return function, [fixed.get(id(a), a) for a in args]
 
 
