@@ -84,7 +84,7 @@ def test_traced_and_rerun_streams_agree():
         pruned = copy.deepcopy(model)
         found = {}
         for layer, moments in paired.walk(model, pruned, images(), pairs(model, pruned)):
-            found[layer.name] = moments.missed(
+            found[layer.name] = moments.residual(
                 torch.eye(layer.columns).expand(layer.groups, -1, -1)
             )
             spoil(layer)
@@ -130,7 +130,7 @@ def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
     moments = paired.PairedMoments(layer)
     moments.add(layer, x, x_hat)
     problem = asymmetric_problem(
-        layer_problem(layer, layer.matrix(), moments.pruned), moments.missed(layer.matrix())
+        layer_problem(layer, layer.matrix(), moments.pruned), moments.residual(layer.matrix())
     )
     ones = torch.ones(300, 1, dtype=torch.float64)
     wanted = layer.module(x).detach()
@@ -152,7 +152,7 @@ def test_how_far_two_streams_are_apart_is_the_same_whether_weighed_at_once_or_in
     for layer in (narrow, wide):
         moments = paired.PairedMoments(layer)
         moments.add(layer, x, x_hat)
-        found.append(moments.missed(layer.matrix()))
+        found.append(moments.residual(layer.matrix()))
         assert moments._weighed == (layer is narrow)
     torch.testing.assert_close(found[0], found[1][:, :2], rtol=1e-5, atol=1e-6)
 
@@ -242,7 +242,7 @@ def test_a_layer_that_runs_less_often_once_others_are_pruned_is_named():
 
 
 class _Constants(nn.Sequential):
-    """Makes a constant and assigns a buffer in `forward`, which tracing would leave on the network."""
+    """Makes a constant and assigns a buffer in `forward`, which tracing would leave behind."""
 
     def __init__(self, *modules):
         super().__init__(*modules)

@@ -94,7 +94,7 @@ class WindowedLayer(Layer):
 
 
 class ConvolutionLayer(WindowedLayer):
-    """View a convolution: its patches are windows of the padded image, `stride` apart."""
+    """View a convolution: its patches are strided windows of the padded image."""
 
     def windows(self, x: Tensor) -> Tensor:
         """Return the windows as a view; only padding copies."""

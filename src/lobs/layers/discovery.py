@@ -209,7 +209,7 @@ def _unsupported(layer: Layer) -> str:
 
 
 def _overridden(module: nn.Module) -> bool:
-    """Tell whether an attention's `forward` was replaced by other code."""
+    """Return whether an attention's `forward` was replaced by other code."""
     forward = module.__dict__.get("forward")
     return isinstance(module, nn.MultiheadAttention) and not isinstance(
         forward, ObservedAttention | NoneType
@@ -217,13 +217,13 @@ def _overridden(module: nn.Module) -> bool:
 
 
 def is_plain_layer(module: nn.Module) -> bool:
-    """Tell whether a module is one layer that computes as the class that `lobs` knows."""
+    """Return whether a module is one layer that computes as the class that `lobs` knows."""
     known = as_layer("", module) is not None and _has_known_forward(module)
     return known and "forward" not in vars(module)
 
 
 def _has_known_forward(module: nn.Module) -> bool:
-    """Tell whether a module's class computes as the class that `lobs` knows."""
+    """Return whether a module's class computes as the class that `lobs` knows."""
     known = _known_class(module)
     return all(
         getattr(type(module), name, None) is getattr(known, name, None)

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 
 class Kind(Enum):
-    """Tell how an operation treats its input."""
+    """Name how an operation treats its input."""
 
     IDENTITY = auto()
     ELEMENTWISE = auto()  # the same function of every element
@@ -188,19 +188,19 @@ class Step:
 
     @property
     def in_place(self) -> bool:
-        """Tell whether the input's memory is overwritten."""
+        """Return whether the input's memory is overwritten."""
         named = isinstance(self.call, str) and self.call.endswith("_")
         return named or self.call is operator.iadd or self.settings.get("inplace") is True
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether the output may be a view of the input, or the input itself."""
+        """Return whether the output may be a view of the input, or the input itself."""
         views = (Kind.IDENTITY, Kind.DROPOUT, Kind.FLATTEN, Kind.RESHAPE)
         return self.in_place or self.kind in views
 
     @property
     def fixed(self) -> bool:
-        """Tell whether all arguments after the input are constants of the trace."""
+        """Return whether all arguments after the input are constants of the trace."""
         return not any(isinstance(a, fx.Node) for a in (*self.args, *self.kwargs.values()))
 
     @property
@@ -221,7 +221,7 @@ class Step:
 
     @property
     def is_identity(self) -> bool:
-        """Tell whether a dropout is switched off; modules are, in eval mode."""
+        """Return whether a dropout is switched off; modules are, in eval mode."""
         return self.module is not None or self.settings["training"] is False
 
     def apply(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A transposed convolution adds x[i]·W[k] to output position i·stride + k·dilat
 from the output, position p receives one element through kernel position k. It is element
 p + padding − k·dilation of the input, stretched by `stride` with zeros in between.
 
-So the patches are windows, one apart, of the stretched input, with kernel positions in reverse.
+So the patches are windows of the stretched input, with stride 1 and reversed kernel positions.
 That is exact for every stride, padding, output padding, dilation and group count. An output
 position meets only every stride-th kernel position. The other entries of its patch are zeros.
 Multiplying by them costs time, but no exactness.

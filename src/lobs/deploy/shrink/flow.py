@@ -128,7 +128,7 @@ def follow(model: nn.Module, example: Any) -> Flow:
 
 
 def _reads_channels(node: fx.Node) -> bool:
-    """Tell whether a step that gives no tensor may depend on the number of channels."""
+    """Return whether a step that gives no tensor may depend on the number of channels."""
     if _is_shape(node):
         return not all(_is_batch_size(user) for user in node.users)
     if node.target in (getattr, operator.getitem):  # x.device and the like; items of a shape
@@ -137,7 +137,7 @@ def _reads_channels(node: fx.Node) -> bool:
 
 
 def _is_shape(node: Any) -> bool:
-    """Tell whether a node is `x.shape` or `x.size()`."""
+    """Return whether a node is `x.shape` or `x.size()`."""
     if not isinstance(node, fx.Node):
         return False
     return node.args[1:] == (() if node.target == "size" else ("shape",)) and (
@@ -146,7 +146,7 @@ def _is_shape(node: Any) -> bool:
 
 
 def _is_batch_size(node: Any) -> bool:
-    """Tell whether a node is `x.size(0)` or `x.shape[0]`."""
+    """Return whether a node is `x.size(0)` or `x.shape[0]`."""
     if not isinstance(node, fx.Node) or node.args[1:] != (0,):
         return False
     return node.target == "size" or (node.target is operator.getitem and _is_shape(node.args[0]))
@@ -193,7 +193,7 @@ def _start(flow: Flow, node: fx.Node, module: nn.Module | None, shape: torch.Siz
 
 
 def _can_be_cut(module: nn.Module, shape: torch.Size, name: str, shared: set[str]) -> bool:
-    """Tell whether a layer has one group, one call, and one vector or image per sample."""
+    """Return whether a layer has one group, one call, and one vector or image per sample."""
     if name in shared or type(module) not in (nn.Linear, nn.Conv2d):
         return False
     if isinstance(module, nn.Conv2d):
@@ -202,12 +202,12 @@ def _can_be_cut(module: nn.Module, shape: torch.Size, name: str, shared: set[str
 
 
 def _fixed(norm: Norm) -> bool:
-    """Tell whether a batch norm has running statistics, and so one scale per channel."""
+    """Return whether a batch norm has running statistics, and so one scale per channel."""
     return norm.running_mean is not None and norm.running_var is not None
 
 
 def _is_sum(step: Step, sources: list[fx.Node], traced: Trace) -> bool:
-    """Tell whether a step is the plain sum of two activations of one shape."""
+    """Return whether a step is the plain sum of two activations of one shape."""
     if step.kind is not Kind.SUM or len(sources) != 2 or step.settings["alpha"] != 1:
         return False
     return traced.shapes[sources[0]] == traced.shapes[sources[1]]
@@ -267,7 +267,7 @@ def _by_channel(
 
 
 def _flattens(step: Step) -> bool:
-    """Tell whether a call is `view(n, -1)`, with n a number or the batch size."""
+    """Return whether a call is `view(n, -1)`, with n a number or the batch size."""
     if len(step.args) != 2 or step.args[1] != -1:
         return False
     return isinstance(step.args[0], int) or _is_batch_size(step.args[0])
@@ -278,14 +278,14 @@ def _pools_images(step: Step, shape: torch.Size) -> bool:
 
 
 def _averages_evenly(settings: dict[str, Any]) -> bool:
-    """Tell whether the mean of a constant image is the constant, at its borders too."""
+    """Return whether the mean of a constant image is the constant, at its borders too."""
     if settings.get("divisor_override") is not None:
         return False
     return settings.get("padding", 0) in (0, (0, 0)) or not settings["count_include_pad"]
 
 
 def _over_positions(dims: Any) -> bool:
-    """Tell whether these dimensions of a batch of images are its two last."""
+    """Return whether these dimensions of a batch of images are its two last."""
     if not isinstance(dims, list | tuple) or not all(isinstance(d, int) for d in dims):
         return False
     return sorted(d % 4 for d in dims) == [2, 3]
