@@ -88,7 +88,8 @@ def chain():
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2),
         nn.Conv2d(8, 10, 3), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(10 * 4, 12), nn.BatchNorm1d(12), nn.LeakyReLU(), nn.Dropout(0.5), nn.Linear(12, 4),
+        nn.Linear(10 * 4, 12), nn.BatchNorm1d(12), nn.LeakyReLU(), nn.Dropout(0.5),
+        nn.Linear(12, 4),
     )  # fmt: skip
 
 
