@@ -280,7 +280,7 @@ def test_pruning_reestimates_by_default_and_reports_a_smaller_deviation():
     assert effect.after < effect.before
     assert result.certificate.measured == pytest.approx(effect.after)
     assert effect.before == pytest.approx(
-        compare(model, pruned_without(model, batches).output, batches)
+        compare(model, pruned_without(model, batches), batches).output
     )
     assert (
         "3 batch norms re-estimated" in result.summary()
