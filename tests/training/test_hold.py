@@ -184,7 +184,7 @@ def test_a_deepcopy_keeps_zeros_and_can_be_held_itself(tmp_path):
     assert revived(twin, masks) == 0
     with lobs.hold(twin, masks):
         fit(twin, OPTIMIZERS["sgd"](twin.parameters()))
-    saved = lobs.load(lobs.save(tmp_path / "x.safetensors", twin, masks))
+    saved = lobs.load(lobs.save(twin, tmp_path / "x.safetensors", masks))
     assert revived(twin, saved.masks) == 0 and all(
         torch.equal(saved.masks[n], m) for n, m in masks.items()
     )

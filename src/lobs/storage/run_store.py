@@ -76,7 +76,7 @@ class RunStore:
         began = time.monotonic()
         with process_group().raise_together():
             if self.folder is not None:
-                checkpoint.save(self._path(key), tensors, record={**record, "key": key})
+                checkpoint.save(tensors, self._path(key), record={**record, "key": key})
         self._saved = time.monotonic()
         self._cost = self._saved - began
 

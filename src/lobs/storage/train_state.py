@@ -65,7 +65,7 @@ class Run:
             "schedule": schedule,
             "rates": rates,
         }
-        checkpoint.save(path, tensors, record=record)
+        checkpoint.save(tensors, path, record=record)
 
     def load(self, path: Path, settings: Mapping[str, Any]) -> bool:
         """Take the state up again; False where there is no file, an error where it is another run's."""

@@ -226,7 +226,7 @@ def _keep(
     result: StageResult,
 ) -> None:
     if file is not None:
-        save(file, model, masks, {**record, "result": vars(result)})
+        save(model, file, masks, {**record, "result": vars(result)})
 
 
 def _finished(
