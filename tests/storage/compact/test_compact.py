@@ -104,7 +104,9 @@ def test_each_tensor_takes_the_cheapest_code(tmp_path):
     state, masks = {}, {}
     for name, keep in (("gaps", 0.03), ("bits", 0.5), ("dense", 0.999)):
         state[name], masks[name] = random_masked(100, 100, keep=keep)
-    codes = {t.name: t.code for t in lobs.storage.save_compact(state, tmp_path / "x", masks).tensors}
+    codes = {
+        t.name: t.code for t in lobs.storage.save_compact(state, tmp_path / "x", masks).tensors
+    }
     assert codes == {"gaps": "gaps", "bits": "bits", "dense": "dense"}
 
 
@@ -119,7 +121,7 @@ def test_lenet_300_at_seven_percent_takes_at_most_eleven_percent(tmp_path):
             .index_fill_(0, order, True)
             .view(weight.shape)
         )
-    lobs.apply_masks(model, masks)
+    lobs.training.apply_masks(model, masks)
     done = lobs.storage.save_compact(model, tmp_path / "x", masks)
     dense = lobs.save(model, tmp_path / "dense").stat().st_size
     assert done.file_bytes <= 0.11 * dense
@@ -156,7 +158,9 @@ def test_values_that_cannot_be_rounded_are_refused(tmp_path):
     with pytest.raises(LobsError, match=r"'w' holds values that are not finite; int8"):
         lobs.storage.save_compact({"w": w}, tmp_path / "x", {"w": mask}, values="int8")
     with pytest.raises(LobsError, match=r"'w' holds 1e\+06; float16 ends at 65504"):
-        lobs.storage.save_compact({"w": w[:, :1]}, tmp_path / "x", {"w": mask[:, :1]}, values="float16")
+        lobs.storage.save_compact(
+            {"w": w[:, :1]}, tmp_path / "x", {"w": mask[:, :1]}, values="float16"
+        )
     with pytest.raises(LobsError, match="values='int4' is unknown"):
         lobs.storage.save_compact({"w": w}, tmp_path / "x", {"w": mask}, values="int4")
     with pytest.raises(LobsError, match="Apply the mask first"):
@@ -235,7 +239,9 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_layouts_with_a_right_hash_are_refused(tmp_path, kind):
     w, mask = random_masked(50, 50, keep=0.2)
-    path = lobs.storage.save_compact({"w": w, "b": torch.randn(50)}, tmp_path / "x", {"w": mask}).path
+    path = lobs.storage.save_compact(
+        {"w": w, "b": torch.randn(50)}, tmp_path / "x", {"w": mask}
+    ).path
     resign(path, HOSTILE[kind])
     with pytest.raises(LobsError, match="damaged layout"):
         lobs.load(path)

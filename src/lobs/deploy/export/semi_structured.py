@@ -7,8 +7,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from lobs.solvers import masks
 from lobs.errors import ExportError
+from lobs.solvers import masks
 from lobs.targets import NByM
 
 
@@ -29,7 +29,7 @@ def broken_groups(weight: Tensor, keep: int = 2, group: int = 4) -> int:
 
 
 def to_semi_structured(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy with every 2:4 Linear weight as a semi-structured tensor, and those layers' names.
+    """Return a copy with 2:4 Linear weights as semi-structured tensors, and those layers' names.
 
     Raise `ExportError` where no layer follows the pattern or the device has no kernels for it.
     """
@@ -62,8 +62,8 @@ def _check_device(weight: object) -> None:
     assert isinstance(weight, Tensor)
     if weight.device.type != "cuda":
         raise ExportError(
-            f"the layers are 2:4, but the network is on '{weight.device.type}': torch has 2:4 kernels "
-            "only for CUDA devices of compute capability 8.0 or more. Move it there in float16 or "
+            f"the layers are 2:4, but the network is on '{weight.device.type}': torch has 2:4 "
+            "kernels only for CUDA devices of compute capability 8.0 or more. Move it there in float16 or "
             "bfloat16."
         )
     major, minor = torch.cuda.get_device_capability(weight.device)
