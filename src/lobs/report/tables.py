@@ -14,8 +14,8 @@ import lobs
 from lobs.report.words import fixed, number, percent
 
 if TYPE_CHECKING:
-    from lobs.report import Run
     from lobs.pruning.result import LayerResult
+    from lobs.report import Run
 
 
 class Column(NamedTuple):
