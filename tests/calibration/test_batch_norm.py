@@ -8,7 +8,7 @@ from torch import nn
 
 import lobs
 from lobs.calibration.batch_norm import _Sums, find_norms, reestimate
-from lobs.certificate.certify import deviation, distances
+from lobs.calibration.comparison import Comparison, compare
 from lobs.certificate.verify import verify_errors
 
 
@@ -68,16 +68,25 @@ def prune(model, batches, fraction=0.5, inputs="dense", **settings):
 
 
 def pruned_without(model, batches):
-    return prune(model, batches, batch_norm=False).model
+    return prune(model, batches, numerics=lobs.Numerics(batch_norm=False)).model
 
 
-def unmeasured(dense, pruned, batches):
-    """Runs both networks as `reestimate` wants it and says nothing of the outputs, so that new statistics stand."""
+class Claimed(Comparison):
+    """A comparison whose distances are given, so that a test decides whether statistics stay."""
 
-    def compare(each):
-        distances(dense, pruned, batches, (), each=each)
+    def __init__(self, dense, pruned, claims=None):
+        super().__init__(dense, pruned)
+        self.claims = claims
 
-    return compare
+    def join(self):
+        super().join()
+        self.output = None if self.claims is None else next(self.claims)
+        return self
+
+
+def update(pruned, dense, batches, claims=None):
+    """The effect of re-estimation; without claims outputs are not compared, so new statistics stay."""
+    return reestimate(pruned, dense, batches, lambda: Claimed(dense, pruned, claims))[0]
 
 
 def moved_by_hand(old, dense, pruned):
@@ -92,7 +101,7 @@ def moved_by_hand(old, dense, pruned):
 def test_a_network_that_lost_nothing_keeps_its_statistics_to_the_bit():
     model = trained_like(network(), data())
     same = copy.deepcopy(model)
-    assert reestimate(same, model, unmeasured(model, same, data())) is None
+    assert update(same, model, data()) is None
     assert all(torch.equal(v, same.state_dict()[k]) for k, v in model.state_dict().items())
 
 
@@ -112,7 +121,7 @@ def test_a_norm_that_is_called_twice_is_compared_call_by_call():
     batches = [torch.randn(30, 6) for _ in range(4)]
     model = trained_like(Twice(), batches)
     same = copy.deepcopy(model)
-    assert reestimate(same, model, unmeasured(model, same, batches)) is None
+    assert update(same, model, batches) is None
     effect = prune(model, batches, 0.1).batch_norm
     assert (
         effect is not None and effect.after < 1.1 * effect.before
@@ -133,7 +142,13 @@ def test_statistics_keep_their_digits_however_far_the_data_lie_from_the_running_
 
 def test_a_switch_that_is_neither_true_nor_false_is_refused():
     with pytest.raises(lobs.LobsError, match="batch_norm is 'no': True or False"):
-        lobs.prune(network(), data(), 0.5, batch_norm="no", progress=False)
+        lobs.prune(
+            network(),
+            data(),
+            lobs.Sparsity(0.5),
+            progress=False,
+            numerics=lobs.Numerics(batch_norm="no"),
+        )
 
 
 def test_an_evaluate_that_forgets_eval_mode_is_run_in_it_and_leaves_the_network_as_it_was():
@@ -144,7 +159,7 @@ def test_an_evaluate_that_forgets_eval_mode_is_run_in_it_and_leaves_the_network_
         modes.append(net.training)
         return float(-net(x[0]).square().mean())
 
-    found = lobs.prune(model, x, lobs.Budget(drop=0.5), evaluate=forgets, progress=False)
+    found = lobs.prune(model, x, lobs.Budget(drop=0.5, evaluate=forgets), progress=False)
     assert not any(modes) and model.training and found.model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -158,8 +173,8 @@ def test_what_evaluate_does_to_a_network_is_in_the_certificate():
         return -float((net[7].weight == 0).float().mean() > 0.6)
 
     x = data()
-    found = lobs.prune(model, x, lobs.Budget(drop=0.5), evaluate=trains_a_little, progress=False)
-    assert found.certificate.measured == pytest.approx(deviation(model, found.model, x), rel=1e-5)
+    found = lobs.prune(model, x, lobs.Budget(drop=0.5, evaluate=trains_a_little), progress=False)
+    assert found.certificate.measured == pytest.approx(compare(model, found.model, x).output, rel=1e-5)
 
 
 def test_a_channel_without_variance_and_a_norm_without_epsilon_stay_finite():
@@ -170,7 +185,7 @@ def test_a_channel_without_variance_and_a_norm_without_epsilon_stay_finite():
         model[0].weight[1] = 0  # a channel that is the same for all inputs
     batches = [torch.randn(20, 4)]
     same = copy.deepcopy(model)
-    assert reestimate(same, model, unmeasured(model, same, batches)) is None
+    assert update(same, model, batches) is None
     pruned = prune(model, batches).model
     assert bool(torch.isfinite(pruned(batches[0])).all())
 
@@ -179,7 +194,7 @@ def test_the_first_norm_moves_by_what_all_samples_say_however_batched():
     batches = data()
     model = trained_like(network(), data())
     pruned = pruned_without(model, batches)
-    reestimate(pruned, model, unmeasured(model, pruned, batches))
+    update(pruned, model, batches)
     mean, var = moved_by_hand(
         model[1], inputs_of(model, "1", batches), inputs_of(pruned, "1", batches)
     )
@@ -191,7 +206,7 @@ def test_deeper_norms_come_within_a_whisker_of_their_fixed_point():
     batches = data()
     model = trained_like(network(), data())
     pruned = pruned_without(model, batches)
-    reestimate(pruned, model, unmeasured(model, pruned, batches))
+    update(pruned, model, batches)
     for name in ("4", "8"):
         norm = pruned.get_submodule(name)
         wanted = moved_by_hand(
@@ -208,7 +223,7 @@ def test_where_the_old_statistics_were_those_of_one_batch_the_new_ones_are_what_
     model = trained_like(network(), batches)
     pruned = pruned_without(model, batches)
     reference = copy.deepcopy(pruned)
-    reestimate(pruned, model, unmeasured(model, pruned, batches))
+    update(pruned, model, batches)
     for norm in find_norms(reference).values():
         norm.train()
         norm.momentum = 1.0
@@ -262,7 +277,7 @@ def test_pruning_reestimates_by_default_and_reports_a_smaller_deviation():
     assert effect is not None and effect.changed and effect.layers == ("1", "4", "8")
     assert effect.after < effect.before
     assert result.certificate.measured == pytest.approx(effect.after)
-    assert effect.before == pytest.approx(deviation(model, pruned_without(model, batches), batches))
+    assert effect.before == pytest.approx(compare(model, pruned_without(model, batches).output, batches))
     assert (
         "3 batch norms re-estimated" in result.summary()
         and "re-estimated" in result.settings["batch norm"]
@@ -276,11 +291,9 @@ def test_statistics_that_would_make_it_worse_stay_and_that_is_said():
     model = trained_like(network(), batches)
     pruned = pruned_without(model, batches)
     before = copy.deepcopy(pruned.state_dict())
-    run, said = unmeasured(model, pruned, batches), iter([1.0, 2.0])
-    effect = reestimate(pruned, model, lambda each: run(each) or next(said))
+    effect = update(pruned, model, batches, iter([1.0, 2.0]))
     assert effect is not None and not effect.changed and "does not help" in str(effect)
-    said = iter([1.0, 0.995])
-    hardly = reestimate(pruned, model, lambda each: run(each) or next(said))
+    hardly = update(pruned, model, batches, iter([1.0, 0.995]))
     assert hardly is not None and not hardly.changed and "hardly helps" in str(hardly)
     assert all(torch.equal(before[k], v) for k, v in pruned.state_dict().items())
 
@@ -300,7 +313,10 @@ def test_norms_without_running_statistics_and_networks_without_norms_are_left_al
     plain = nn.Sequential(
         nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.ReLU(), nn.Linear(5, 2)
     )
-    assert lobs.prune(plain, [torch.randn(30, 6)], 0.5, progress=False).batch_norm is None
+    assert (
+        lobs.prune(plain, [torch.randn(30, 6)], lobs.Sparsity(0.5), progress=False).batch_norm
+        is None
+    )
 
 
 def test_single_samples_as_batches_work():
@@ -316,7 +332,7 @@ def test_no_bound_is_claimed_for_changed_statistics():
     changed = prune(model, batches)
     assert changed.certificate.bound is None and "batch norm" in changed.certificate.reason
     assert lobs.certify(model, changed.model, batches).bound is None
-    kept = prune(model, batches, batch_norm=False)
+    kept = prune(model, batches, numerics=lobs.Numerics(batch_norm=False))
     assert kept.batch_norm is None and kept.certificate.bound >= kept.certificate.measured
 
 
@@ -335,7 +351,7 @@ def test_recorded_errors_verify_after_reestimation(tmp_path, inputs):
 def test_exact_compensation_is_judged_by_the_same_measure():
     batches = data()
     model = trained_like(network(), batches)
-    result = lobs.prune(model, batches, 0.8, progress=False)
+    result = lobs.prune(model, batches, lobs.Sparsity(0.8), progress=False)
     effect = result.batch_norm
     assert effect is not None and effect.changed == (effect.after < effect.before)
     assert result.certificate.measured == pytest.approx(min(effect.before, effect.after))

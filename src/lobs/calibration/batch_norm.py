@@ -1,47 +1,42 @@
-"""Batch-norm re-estimation: a pruned network feeds its normalisations other numbers than the dense one did.
+"""Re-estimate batch-norm statistics: pruning changes the inputs of the normalisations.
 
-Both networks run on the same data, and running statistics move by what pruning moved: means by the
-difference of the two networks' means, variances by the ratio of their variances. A network that
-lost nothing keeps its statistics to the bit, and what a few hundred images have of their own,
-against all those that the network was trained on, cancels out.
+Both networks run on the same data. Running means move by the difference of the two networks' means,
+running variances by the ratio of their variances. A network that lost nothing keeps its statistics
+to the bit. The peculiarities of a few hundred images cancel out.
 
-Every normalisation works with what it has seen so far, so that those behind it see what they will
-see in the end. Setting all of them at once from a pass with the old statistics would not do: if the
-first is 5 % off, it is corrected, and each one behind it once more for its own measure of the same
-5 %; after fifty layers nothing is left of the network.
+Every norm uses the statistics seen so far, so later norms see their final inputs. Setting all norms
+at once from one pass with the old statistics fails. If the first norm is 5 % off, it is corrected,
+and every later norm is corrected again for the same 5 %. After fifty layers the network is ruined.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lobs.solvers import linalg
 from lobs._system.distributed import process_group
+from lobs.calibration.comparison import Comparison, side_by_side
 from lobs.calibration.forward import call
+from lobs.solvers import linalg
 
-# See `reestimate`.
-Compare: TypeAlias = Callable[[Callable[[Any], None] | None], float | None]
-# Statistics that bring the output nearer by less stay: others than the dense network's cost the
-# certificate its bound.
+# Smallest relative gain for which new statistics are kept: they cost the certificate its bound.
 _WORTH = 0.01
-_PIECE = 2**18  # values that are summed at a time, which stay in the cache
-# a variance that changed by more is that of a channel with next to nothing in it, on these data
-_MOST = 4.0
+_PIECE = 2**18  # values summed at a time; they fit into the cache
+_MOST = 4.0  # largest ratio of variances; a larger one comes from a nearly empty channel
 
 
 @dataclass(frozen=True)
 class BatchNormEffect:
-    """What re-estimation did: how far the output was from the dense one before and after, root mean square over the data.
+    """The effect of re-estimation on the root mean square distance from the dense output.
 
-    `changed` is False where it did not help: the old statistics then stand.
+    `changed` is False where it did not help. The old statistics are then kept.
     """
 
     layers: tuple[str, ...]
@@ -67,7 +62,7 @@ class BatchNormEffect:
 
 
 def find_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Batch norms that keep running statistics; the others use each batch's own and need nothing."""
+    """Return the batch norms that keep running statistics, by name."""
     norms = {
         name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)
     }
@@ -78,54 +73,93 @@ def find_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def reestimate(model: nn.Module, dense: nn.Module, compare: Compare) -> BatchNormEffect | None:
-    """Re-estimate the statistics of all batch norms that pruning has reached; None where there is none.
+def reestimate(
+    model: nn.Module,
+    dense: nn.Module,
+    batches: Iterable[Any],
+    comparison: Callable[[], Comparison],
+) -> tuple[BatchNormEffect | None, Comparison | None]:
+    """Re-estimate the statistics of all batch norms that pruning has reached.
 
-    They start as the dense network's. `compare` runs the dense and then the pruned network on every
-    batch, calls what it is given with the batch, and says in the end how far the output is from the
-    dense one's; should that not shrink by a hundredth, the statistics are again what they were.
+    They start as the dense network's. If the new ones do not bring the output nearer to the dense
+    one by a hundredth, the old ones are put back.
+
+    Args:
+        model: the pruned network, changed in place.
+        dense: the network as it was given.
+        batches: the data, read up to twice.
+        comparison: makes an empty comparison of the two networks.
+
+    Returns:
+        The effect, None where there is nothing to re-estimate, and the comparison that holds for
+        the network as it is left, None where none was made.
     """
-    norms, theirs = find_norms(model), find_norms(dense)
+    norms = find_norms(model)
     if not norms:
-        return None
-    dense_sums = {name: _Sums(_mean(norm)) for name, norm in theirs.items()}
-    sums = {name: _Sums(_mean(norm)) for name, norm in norms.items()}
-
-    # After each call of a norm: one that is called twice is compared with what the dense network
-    # had seen by then.
-    dense_calls: dict[str, list[_Sums]] = {name: [] for name in theirs}
-
-    def note(name: str, x: Tensor) -> None:
-        dense_sums[name].add(x)
-        dense_calls[name].append(copy.deepcopy(dense_sums[name]))
-
-    def follow(name: str, x: Tensor) -> None:
-        sums[name].add(x)
-        calls = dense_calls[name]
-        _move(norms[name], theirs[name], calls.pop(0) if calls else dense_sums[name], sums[name])
-
-    def once_more(batch: Any) -> None:
-        """The pruned network again, every norm with what it has seen so far."""
-        with _watching(norms, follow):
-            call(model, batch)
-        borrow_statistics(model, dense)
-        for calls in dense_calls.values():
-            calls.clear()
-
-    with _watching(theirs, note):
-        before = compare(once_more)
-    for name, norm in norms.items():
-        dense_sums[name].join()
-        sums[name].join()
-        _move(norm, theirs[name], dense_sums[name], sums[name])
-    moved = [name for name, norm in norms.items() if not _same(norm, theirs[name])]
+        return None, None
+    update, before = NormUpdate(model, dense), comparison()
+    with (
+        side_by_side(dense, model, batches, "batch norm") as passing,
+        watching_norms(update.dense, update.see_dense),
+    ):
+        for batch in passing:
+            before.add(batch)
+            update.add(batch)
+    before.join()
+    moved = update.apply()
     if not moved:
-        return None
-    after = compare(None)
-    changed = before is None or after is None or after < (1 - _WORTH) * before
+        return None, before
+    after = comparison()
+    with side_by_side(dense, model, batches) as passing:
+        for batch in passing:
+            after.add(batch)
+    after.join()
+    unknown = before.output is None or after.output is None
+    changed = unknown or after.output < (1 - _WORTH) * before.output  # type: ignore[operator]
     if not changed:
         borrow_statistics(model, dense)
-    return BatchNormEffect(tuple(moved), before, after, changed)
+    effect = BatchNormEffect(tuple(moved), before.output, after.output, changed)
+    return effect, after if changed else before
+
+
+class NormUpdate:
+    """New statistics for a pruned network's batch norms, from both networks' inputs to them."""
+
+    def __init__(self, model: nn.Module, dense: nn.Module) -> None:
+        self.model, self.origin = model, dense
+        self.norms, self.dense = find_norms(model), find_norms(dense)
+        self._dense_sums = {name: _Sums(_mean(norm)) for name, norm in self.dense.items()}
+        self._sums = {name: _Sums(_mean(norm)) for name, norm in self.norms.items()}
+        # The dense sums after each call: a norm that is called twice in one pass is compared with
+        # what the dense network had seen by the same call.
+        self._calls: dict[str, list[_Sums]] = {name: [] for name in self.dense}
+
+    def see_dense(self, name: str, x: Tensor) -> None:
+        """Add what reached one of the dense network's norms."""
+        self._dense_sums[name].add(x)
+        self._calls[name].append(copy.deepcopy(self._dense_sums[name]))
+
+    def add(self, batch: Any) -> None:
+        """Run the pruned network once more, every norm with the statistics seen so far."""
+        with watching_norms(self.norms, self._follow):
+            call(self.model, batch)
+        borrow_statistics(self.model, self.origin)
+        for calls in self._calls.values():
+            calls.clear()
+
+    def apply(self) -> list[str]:
+        """Write the new statistics and return the names of the norms that changed."""
+        for name, norm in self.norms.items():
+            self._dense_sums[name].join()
+            self._sums[name].join()
+            _move(norm, self.dense[name], self._dense_sums[name], self._sums[name])
+        return [name for name, norm in self.norms.items() if not _same(norm, self.dense[name])]
+
+    def _follow(self, name: str, x: Tensor) -> None:
+        self._sums[name].add(x)
+        calls = self._calls[name]
+        seen = calls.pop(0) if calls else self._dense_sums[name]
+        _move(self.norms[name], self.dense[name], seen, self._sums[name])
 
 
 def _same(norm: _BatchNorm, other: _BatchNorm) -> bool:
@@ -133,12 +167,11 @@ def _same(norm: _BatchNorm, other: _BatchNorm) -> bool:
 
 
 def _move(norm: _BatchNorm, old: _BatchNorm, dense: _Sums, pruned: _Sums) -> None:
-    """Set a norm's statistics to the old one's, moved by what differs between the two networks."""
+    """Set a norm's statistics to the old ones, moved by the difference between the networks."""
     if min(dense.n, pruned.n) < 2:  # no variance in one value
         return
     mean, var = _mean(old), _var(old)
-    # What the norm divides by is variance + ε; that is what changes by a ratio, also where there is
-    # next to no variance.
+    # The norm divides by variance + ε, so the ratio is taken of that.
     tiny = torch.finfo(torch.float64).tiny
     ratio = (pruned.variance + norm.eps).clamp_min(tiny) / (dense.variance + norm.eps).clamp_min(
         tiny
@@ -149,7 +182,7 @@ def _move(norm: _BatchNorm, old: _BatchNorm, dense: _Sums, pruned: _Sums) -> Non
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """All running statistics, by name."""
+    """Return all running statistics by name."""
     return {
         f"{n}:{part}": t
         for n, m in find_norms(model).items()
@@ -160,7 +193,7 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
 def take_up(
     model: nn.Module, statistics: Mapping[str, Tensor], effect: Mapping[str, Any] | None
 ) -> BatchNormEffect | None:
-    """Put back statistics that `statistics_of` gave, with what re-estimation had said."""
+    """Restore statistics and the effect that were stored with them."""
     for name, norm in find_norms(model).items():
         _mean(norm).copy_(statistics[f"{name}:mean"])
         _var(norm).copy_(statistics[f"{name}:var"])
@@ -170,7 +203,7 @@ def take_up(
 
 
 def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
-    """Give a network another's running statistics: those it had before they were re-estimated."""
+    """Copy another network's running statistics into a network."""
     theirs = find_norms(source)
     for name, norm in find_norms(model).items():
         _mean(norm).copy_(_mean(theirs[name]))
@@ -178,10 +211,9 @@ def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
 
 
 class _Sums:
-    """n, Σx and Σx² by channel, in float64 about a first guess of the mean, so that large means cost no digits.
+    """n, Σx and Σx² by channel, in float64 about a guess of the mean, so large means cost no digits.
 
-    Pieces of the data are summed in their own type, each about its own mean, wherever that is from
-    the guess.
+    Pieces of the data are summed in their own type, each about its own mean.
     """
 
     def __init__(self, guess: Tensor) -> None:
@@ -209,7 +241,7 @@ class _Sums:
             self.second += linalg.squares(about) + shift * (2 * rest + n * shift)
 
     def join(self) -> None:
-        """Add up what all processes of the group have seen; their guesses are the same, the network being so."""
+        """Add up the sums of all processes. Their guesses agree because their networks do."""
         process_group().all_reduce(self.first, self.second)
         self.n = round(process_group().sum_numbers(self.n)[0])
 
@@ -223,8 +255,10 @@ class _Sums:
 
 
 @contextmanager
-def _watching(norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Show what reaches each batch norm before it works on it."""
+def watching_norms(
+    norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Pass each batch norm's input to `see` before the norm runs."""
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         return lambda _, args, named: see(name, args[0] if args else named["input"])

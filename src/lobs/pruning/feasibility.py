@@ -1,4 +1,4 @@
-"""What a target asks of a whole network: refused here, before anything is calibrated, where it cannot be met."""
+"""Feasibility checks: refuse a target that cannot be met, before anything is calibrated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lobs.errors import TargetError
-from lobs.pruning.forecast import network_bytes
 from lobs.layers import Layer
-from lobs.targets import Block, Budget, Sparsity, Target, check_names, for_layer, removable
+from lobs.pruning.forecast import network_bytes
+from lobs.solvers.problem import check_finite
+from lobs.targets import Budget, Pattern, Sparsity, Target, check_names, for_layer, removable
 
 
 def prunable(layers: Sequence[Layer], prune_bias: bool) -> dict[str, int]:
@@ -30,28 +31,49 @@ def stored_bytes(model: nn.Module, counts: Mapping[str, int]) -> int:
 def check(
     target: Target, model: nn.Module, layers: Sequence[Layer], prune_bias: bool = False
 ) -> None:
-    """Refuse a target that names no layer, contradicts itself, or cannot be met however it is shared out."""
+    """Refuse a target that names no layer, contradicts itself, or cannot be met.
+
+    Args:
+        target: what is wanted.
+        model: the network.
+        layers: the layers to prune.
+        prune_bias: biases may be removed too.
+    """
     check_names(target, [layer.name for layer in layers])
+    for layer in layers:
+        check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
+    _check_empty(target, layers)
     match target:
-        case Block():
+        case Pattern():
             for layer in layers:
-                _check_block(target, layer)
+                asked = target.for_layer(layer.name)
+                if asked is not None:
+                    asked.check_layer(layer.name, layer.groups, layer.rows, layer.columns)
         case Sparsity(scope="network") | Budget():
             _check_shared(target, model, layers, prune_bias)
 
 
-def _check_block(target: Block, layer: Layer) -> None:
-    asked = for_layer(target, layer.name)
-    if not isinstance(asked, Block) or isinstance(asked.fraction, Mapping) or asked.fraction == 1:
-        return
-    high, wide = asked.shape
-    blocks = layer.groups * -(-layer.rows // high) * -(-layer.columns // wide)
-    if asked.count(blocks) == blocks:
-        raise TargetError(
-            f"layer '{layer.name}' has only {blocks} block(s) of {high}×{wide} or what fits of it: "
-            "all would go for "
-            f"{asked.fraction:g}. Take smaller blocks, or skip the layer."
-        )
+def _check_empty(target: Target, layers: Sequence[Layer]) -> None:
+    """Refuse a target that leaves no weight in any layer."""
+    match target:
+        case Sparsity(fraction=float() | int() as gone):
+            empty = gone == 1
+        case Budget(parameters=kept):
+            empty = kept == 0
+        case _:
+            own = [for_layer(target, layer.name) for layer in layers]
+            empty = bool(own) and all(map(_removes_everything, own))
+    if empty:
+        raise TargetError(f"{target} leaves nothing of the network: keep at least one weight.")
+
+
+def _removes_everything(target: Target | None) -> bool:
+    match target:
+        case Pattern():
+            return target.removes_everything
+        case Sparsity(fraction=gone):
+            return gone == 1
+    return False
 
 
 def _check_shared(

@@ -10,21 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lobs.storage import checkpoint
 from lobs.calibration.batch_norm import BatchNormEffect
-from lobs.errors import FileError
+from lobs.calibration.layer_problem import Histogram as Histogram
 from lobs.certificate.bound import Certificate, refuse
+from lobs.errors import FileError
 from lobs.pruning.preview import BudgetPreview
 from lobs.solvers.solution import Solution
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How many weights have a sensitivity within each step of log₁₀."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    zeros: int
+from lobs.storage import checkpoint
 
 
 @dataclass(frozen=True)

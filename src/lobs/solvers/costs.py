@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lobs._system.context import Context
 from lobs.targets import Target
@@ -58,7 +58,7 @@ class ProblemShape:
     protected: int = 0
     target: Target | None = None
     single_copy: bool = False
-    context: Context = Context()
+    context: Context = field(default=Context())
 
     @property
     def weights(self) -> int:

@@ -200,7 +200,7 @@ class _Rows:
         return sides.flatten(1).gather(1, first)
 
     def _independence(self) -> Tensor:
-        """Estimate for every column the share of its energy that a typical support cannot explain."""
+        """Estimate the share of each column's energy that a typical support cannot explain."""
         some = min(_TYPICAL, -(-len(self.kept) // _ENOUGH_ROWS))
         return typical_independence(self.gram.unsqueeze(0), self.kept.unsqueeze(0), some)[0]
 
@@ -247,7 +247,7 @@ def _eliminated(
 ) -> linalg.Eliminated:
     """Eliminate the listed columns of every row, which leaves a problem in the pool's columns."""
     lines = _lines(gram, linear, index, real, pool)
-        rest = linalg.Eliminated.from_lines(lines)
+    rest = linalg.Eliminated.from_lines(lines)
     if rest is None:  # float32 cannot hold a nearly singular block
         rest = linalg.Eliminated.from_lines(_lines(gram, linear, index, real, pool).double())
     assert rest is not None  # in float64 it raises instead
