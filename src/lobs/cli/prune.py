@@ -317,7 +317,7 @@ def _solver(name: str, seconds: float | None) -> str | Solver:
             f"--seconds goes with --solver auto, whose exchange of weights it limits; {name} has "
             "none to limit."
         )
-    return Auto(seconds=seconds)
+    return Auto(swap_seconds=seconds)
 
 
 def _write(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lobs.calibration.batch_norm import BatchNormEffect
+from lobs.calibration.layer_problem import Histogram as Histogram
 from lobs.certificate.bound import Certificate, refuse
 from lobs.errors import FileError
 from lobs.pruning.preview import BudgetPreview
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
     from lobs.deploy.accelerate import Acceleration
     from lobs.deploy.export import OnnxFile
     from lobs.storage.compact import CompactFile
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Count weights by sensitivity, in steps of log₁₀."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    zeros: int
 
 
 @dataclass(frozen=True)
