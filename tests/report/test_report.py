@@ -31,7 +31,7 @@ from lobs.report import (
     write_report,
 )
 from lobs.report.tables import environment
-from lobs.pruning.result import Histogram
+from lobs.solvers.scores import Histogram
 
 HOSTILE = [
     '<img src="https://evil.example/x">',

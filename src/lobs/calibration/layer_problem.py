@@ -16,7 +16,7 @@ from lobs.solvers import metric
 from lobs.solvers import scores
 from lobs.layers import Layer
 from lobs.solvers.problem import Problem
-from lobs.pruning.result import Histogram
+from lobs.solvers.scores import Histogram
 from lobs.calibration.moments import Moments
 from lobs.calibration.wide import aimed, wide_problem
 

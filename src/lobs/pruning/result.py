@@ -15,16 +15,8 @@ from lobs.calibration.batch_norm import BatchNormEffect
 from lobs.errors import FileError
 from lobs.certificate.bound import Certificate, refuse
 from lobs.pruning.preview import BudgetPreview
+from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How many weights have a sensitivity within each step of log₁₀."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    zeros: int
 
 
 @dataclass(frozen=True)
