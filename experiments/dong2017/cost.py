@@ -17,8 +17,8 @@ import torch
 import lobs
 from experiments.dong2017.lab import Lab
 from lobs import Sparsity, zoo
-from lobs.zoo.datasets import imagenet
 from lobs.errors import LobsError
+from lobs.zoo.datasets import imagenet
 
 KEPT = {"alexnet": 0.11, "vgg16": 0.075}
 # An image of VGG-16 costs some 60 G multiply-adds to calibrate on, of AlexNet 3.
@@ -35,7 +35,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows."""
     done = []
     for name in rows:
-        command = f"lobs --data FOLDER reproduce cost --rows {name}" + (
+        command = f"python -m experiments.dong2017 --data FOLDER cost --rows {name}" + (
             " --quick" if lab.quick else ""
         )
         done.append(

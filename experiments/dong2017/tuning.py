@@ -14,10 +14,10 @@ import torch
 import lobs
 from experiments.dong2017.lab import Lab, Subject
 from lobs import Sparsity, zoo
-from lobs.zoo.datasets import mnist
-from lobs.zoo.datasets.labelled import LabelledImages
 from lobs.training.retrain import distillation, retrain
 from lobs.training.staged import Stage, prune_in_stages
+from lobs.zoo.datasets import mnist
+from lobs.zoo.datasets.labelled import LabelledImages
 from lobs.zoo.training import train
 
 RATES = (1e-3, 2e-3, 5e-3)
@@ -40,7 +40,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows."""
     done = []
     for name in rows:
-        command = f"lobs reproduce tuning --rows {name}" + (" --quick" if lab.quick else "")
+        command = f"python -m experiments.dong2017 tuning --rows {name}" + (
+            " --quick" if lab.quick else ""
+        )
         done.append(
             lab.result(name, lambda name=name: row(lab, name.removeprefix("tuning/")), command)
         )
