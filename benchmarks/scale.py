@@ -1,8 +1,10 @@
-"""How work goes faster with processes: `python -m benchmarks.scale [--processes 1 2 4] [--tries 3] [--prune SOLVER]`.
+"""Measure how several processes speed up calibration and pruning.
 
-One thread each, the same batches in all, shared out; the clock starts when all are ready, and stops
-when all have everybody's moments; with `--prune`, when all have the pruned network. Each number is
-the best of some tries; ratios are within this run.
+    python -m benchmarks.scale [--processes 1 2 4] [--tries 3] [--prune SOLVER]
+
+Every process has one thread. The same batches are divided among them. The clock starts when all
+processes are ready and stops when all hold the summed moments. With `--prune` it stops when all
+hold the pruned network. Each number is the best of several tries; ratios are within this run.
 """
 
 from __future__ import annotations
