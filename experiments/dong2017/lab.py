@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lobs import zoo
+from lobs._system.run_log import peak_bytes
 from lobs.training.retrain import Retraining, Shuffled, distillation, retrain
 from lobs.zoo.datasets import sets
 from lobs.zoo.datasets.labelled import LabelledImages
@@ -144,3 +145,9 @@ def light_settings(
         "seed": seed,
         "progress": False,
     }
+
+
+def peak_gigabytes() -> float | None:
+    """Return the most memory that this process has used; None where the system does not say."""
+    most = peak_bytes()
+    return None if most is None else most / 2**30

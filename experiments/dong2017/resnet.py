@@ -12,7 +12,6 @@ inputs, batch norms re-estimated.
 from __future__ import annotations
 
 import copy
-import resource
 import time
 from functools import cache
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 
 import lobs
 from experiments.dong2017 import pictures
-from experiments.dong2017.lab import Lab
+from experiments.dong2017.lab import Lab, peak_gigabytes
 from lobs import Problem, Sparsity, collect_moments, solve, zoo
 from lobs.calibration.forward import evaluating
 from lobs.calibration.layer_problem import layer_problem
@@ -89,7 +88,7 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
         # same images.
         "right": "".join(map(str, right)),
         "test_seconds": round(time.perf_counter() - began),
-        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gigabytes": peak_gigabytes(),
     }
 
 
