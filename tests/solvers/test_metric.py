@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lobs import ErrorBudget, Problem, solve
-from lobs.errors import NumericalWarning, ProblemError, saying_once
+from lobs.errors import NumericalWarning, ProblemError, warning_once
 from lobs.solvers import linalg, metric
 from tests.conftest import make_moment
 
@@ -164,7 +164,7 @@ def test_inputs_that_are_all_zero_are_told_of():
 
 def test_a_layer_is_said_to_be_singular_once_in_a_run():
     psi = torch.ones(4, 4)
-    with pytest.warns(NumericalWarning) as told, saying_once():
+    with pytest.warns(NumericalWarning) as told, warning_once():
         for scale in (1.0, 2.0):
             metric.metric(psi * scale, name="layer 'a'")
         metric.metric(psi, name="layer 'b'")
