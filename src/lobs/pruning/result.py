@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lobs.calibration.batch_norm import BatchNormEffect
-from lobs.calibration.layer_problem import Histogram as Histogram
 from lobs.certificate.bound import Certificate, refuse
 from lobs.errors import FileError
 from lobs.pruning.preview import BudgetPreview
+from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
 from lobs.storage import checkpoint
 from lobs.storage.outputs import ONNX, PAGE, PROGRAM, SAFETENSORS, output_path
