@@ -109,6 +109,13 @@ class Display:
             if piece.name == "solve" and self.step is not None:
                 self.step.done += self.layers.get(piece.detail, 0.0)
 
+    def plan(self, steps: Sequence[str], layers: Mapping[str, float]) -> None:
+        """Take the steps and layers of a run that begins inside this display."""
+        with self.lock:
+            if steps or layers:
+                self.steps, self.layers, self.index = steps, layers, -1
+                self.took.clear()
+
     def expect(self, total: float | None) -> None:
         """Set the units of the innermost phase."""
         with self.lock:
@@ -143,7 +150,7 @@ class Display:
             inner = [p for p in self.pieces if p.name not in _REPEATING]
             if inner:
                 parts.append(self._described(inner))
-            return ", ".join(parts) or (self.step.word if self.step is not None else "")
+            return ", ".join(parts) or (self.step.word if self.step is not None else "prepare")
 
     def _described(self, inner: Sequence[_Piece]) -> str:
         word, names = inner[0].word, list(self.layers)
@@ -162,8 +169,12 @@ class Display:
             here = self._left_of_step(now)
             if here is None or self.step is None:
                 return None
+            later = self.steps[self.index + 1 :]
             whole = {**self.took, self.step.word: now - self.step.began + here}
-            return here + sum(whole.get(word, 0.0) for word in self.steps[self.index + 1 :])
+            known = here + sum(whole.get(word, 0.0) for word in later)
+            if "refit" in later:  # until it has begun: about as long as all steps before it
+                known += now - self.opened + known
+            return known
 
     def _left_of_step(self, now: float) -> float | None:
         """Return the seconds left of the step under way."""
@@ -173,8 +184,8 @@ class Display:
                 return None
             spent = now - self.step.began
             return spent * max(0.0, cost - self.step.done) / self.step.done
-        inner = [p for p in self.pieces if p.name not in _REPEATING]
-        return inner[0].left(now) if inner else None
+        counted = [p for p in self.pieces if p.name not in _REPEATING and p.total]
+        return counted[0].left(now) if counted else None
 
 
 class _Watcher(Thread):
@@ -224,7 +235,7 @@ class _Watcher(Thread):
     def _draw(self) -> None:
         if self.bars is None:
             self.bars = _bars()
-            self.bars.add_task("", total=None, left="")
+            self.bars.add_task("", total=None, passed="", left="")
             self.bars.start()
         left, passed = self.display.left(), time.monotonic() - self.display.opened
         if left is not None:  # a better estimate must not move the bar backwards
@@ -234,6 +245,7 @@ class _Watcher(Thread):
             description=self.display.words(),
             total=1.0 if self.share else None,
             completed=self.share,
+            passed=f"{int(passed) // 60}:{int(passed) % 60:02}",
             left=self._time_left().removeprefix(", "),
         )
         self.bars.refresh()
@@ -252,15 +264,16 @@ class _Watcher(Thread):
 
 def _bars() -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
-        TimeElapsedColumn(),
+        TextColumn("{task.fields[passed]}"),
         TextColumn("{task.fields[left]}"),
         console=Console(stderr=True),
         transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # a pipe must get what is printed
         auto_refresh=False,
     )
 
@@ -282,8 +295,7 @@ def shown(
     """
     outer = _display.get()
     if outer is not None and enabled:
-        if layers and not outer.layers:  # a command shows the run inside it
-            outer.steps, outer.layers = steps, layers
+        outer.plan(steps, layers or {})
         yield
         return
     if not enabled:

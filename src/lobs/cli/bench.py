@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lobs.cli.options import MACHINE, CodeOption, JsonOption, SubjectArgument, TrustOption
-from lobs.cli.output import Column, print_json, print_table, say
+from lobs.cli.output import Column, print_json, print_table, say, working
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,12 +69,13 @@ def bench(
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        subject = open_subject(network, 1, trust=trust, network=code)
-        first = subject.first()
-        results = [
-            accelerate(subject.model, take(first, n), seconds=seconds, progress=not json)
-            for n in batch or [1, 64]
-        ]
+        with working(json):
+            subject = open_subject(network, 1, trust=trust, network=code)
+            first = subject.first()
+            results = [
+                accelerate(subject.model, take(first, n), seconds=seconds, progress=not json)
+                for n in batch or [1, 64]
+            ]
         used = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
@@ -84,7 +85,8 @@ def bench(
         print_json({"network": network, "threads": used, "batches": documents, "next": steps})
         return
     for done in results:
-        _print(f"{subject.title}, batch {done.batch}, {used} threads", done)
+        threads_used = "1 thread" if used == 1 else f"{used} threads"
+        _print(f"{subject.title}, batch {done.batch}, {threads_used}", done)
     for line in steps:
         say(line)
 
@@ -96,6 +98,7 @@ def _print(title: str, done: Acceleration) -> None:
         Column("shape", 3),
         Column("kept"),
         *(Column(f"{kind} µs", 0 if kind == "dense" else 2) for kind in kinds),
+        Column("fastest µs"),
         Column("chosen"),
         Column("faster"),
         Column("crossover", 1),
@@ -106,6 +109,7 @@ def _print(title: str, done: Acceleration) -> None:
             "×".join(map(str, row.shape)),
             f"{row.kept:.1%}",
             *(f"{row.seconds[k] * 1e6:.1f}" if k in row.seconds else "–" for k in kinds),
+            f"{min(row.seconds.values()) * 1e6:.1f}",
             row.chosen,
             f"{row.gain:.2f}×",
             "–" if row.crossover is None else f"{row.crossover:.1%}",

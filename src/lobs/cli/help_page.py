@@ -74,7 +74,8 @@ def _panels(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
             panels.setdefault(shown, []).append((name, " ".join(about.split())))
     if [name for name, _ in panels.get("Options", [])] == ["--help"]:
         del panels["Options"]  # whoever reads this page knows it
-    return panels
+    last = panels.pop("Options", None)
+    return panels if last is None else {**panels, "Options": last}
 
 
 def _is_argument(param: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from lobs.cli.options import DATA, CodeOption, JsonOption, SubjectArgument, TrustOption
-from lobs.cli.output import Column, notes, print_json, print_table, say
+from lobs.cli.output import Column, print_json, print_table, say, working
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _SHOWN_LAST = (0.25, 0.75)  # left out first where the terminal is narrow
@@ -38,7 +38,7 @@ def inspect(
     subject = open_subject(network, samples, trust=trust, network=code)
     refused, uncovered = refused_layers(subject.model), uncovered_weights(subject.model)
     found = find_layers(subject.model, skip=[*refused])
-    with notes():
+    with working(json):
         calibration = collect_moments(subject.model, subject.batches, found, progress=not json)
         rows = [_row(layer, calibration[layer.name]) for layer in found]
     if json:

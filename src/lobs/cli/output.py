@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from lobs.errors import NumericalWarning
+from lobs._system.progress import shown
+from lobs.errors import NumericalWarning, saying_once
 
 output: TextIO | None = None  # where JSON goes when standard output is kept for it
 
@@ -122,9 +123,18 @@ def notes() -> Iterator[None]:
         warnings.simplefilter("always", NumericalWarning)
         warnings.showwarning = show
         try:
-            yield
+            with saying_once():
+                yield
         finally:
             sys.stderr.writelines(seen.values())
+
+
+@contextmanager
+def working(json: bool) -> Iterator[None]:
+    """Show progress and collect notes, also while torch is imported and the network is opened."""
+    leads = os.environ.get("RANK", "0") == "0"  # under torchrun the first process speaks
+    with notes(), shown(leads and not json):
+        yield
 
 
 def command_line() -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lobs._system.run_log import phase
 from lobs.cli.budgets import (
     Amount,
     AtLeastOption,
@@ -43,7 +44,7 @@ from lobs.cli.options import (
     SubjectArgument,
     TrustOption,
 )
-from lobs.cli.output import change, command_line, notes, print_json, say
+from lobs.cli.output import change, command_line, print_json, say, working
 from lobs.cli.patterns import (
     AlongOption,
     BlockOption,
@@ -54,6 +55,8 @@ from lobs.cli.patterns import (
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lobs.cli.subject import Subject
     from lobs.pruning.result import PruningResult
     from lobs.solvers.problem import Solver
@@ -207,32 +210,30 @@ def prune(
         say(f"writing {places.out}")
     numbers = {"damping": damping, "batch_norm": batch_norm, "prune_bias": prune_bias}
     machine = {"resume": resume, "memory": memory, "log": log}
+    settings = {"inputs": inputs, "refit": refit, "layers": layers, "skip": skip or ()}
+    with working(json):
+        from lobs._system.distributed import launched_group
+        from lobs.cli.subject import open_subject
+        from lobs.pruning.options import Execution, Numerics
 
-    from lobs._system.distributed import launched_group
-    from lobs.cli.subject import open_subject
-    from lobs.pruning.options import Execution, Numerics
-
-    options: dict[str, Any] = {
-        "solver": _solver(solver, seconds),
-        "inputs": inputs,
-        "refit": refit,
-        "layers": layers,
-        "skip": skip or (),
-        "numerics": Numerics(**numbers),  # type: ignore[arg-type]  # one dict of several types
-        "execution": Execution(**machine, diagnostics=report is not None),  # type: ignore[arg-type]
-    }
-    with launched_group(time_out) as group, notes():
-        subject = open_subject(network, samples, trust=trust, network=code, metric=metric)
-        target = scored(target, subject)
-        if group.leads and (dry_run or (memory is not None and not json)):
-            _forecast(subject, target, options, json)
-        if dry_run:
-            return
-        before, result = _pruned(subject, target, options, group, json)
-        if not group.leads:  # the first process writes for all
-            return
-    after = subject.measure(result.model)
-    written = _write(result, subject, solver, (before, after), places)
+        options: dict[str, Any] = {
+            **settings,
+            "solver": _solver(solver, seconds),
+            "numerics": Numerics(**numbers),  # type: ignore[arg-type]  # a dict of several types
+            "execution": Execution(**machine, diagnostics=report is not None),  # type: ignore[arg-type]
+        }
+        with launched_group(time_out) as group:
+            subject = open_subject(network, samples, trust=trust, network=code, metric=metric)
+            target = scored(target, subject)
+            if group.leads and (dry_run or (memory is not None and not json)):
+                _forecast(subject, target, options, json)
+            if dry_run:
+                return
+            before, result = _pruned(subject, target, options, group, progress=not json)
+            if not group.leads:  # the first process writes for all
+                return
+        after = _measured(subject, result.model)
+        written = _write(result, subject, solver, (before, after), places)
     if json:
         facts = {"metric": subject.metric, "before": before, "after": after}
         print_json({**facts, **result.record(), **written})
@@ -271,22 +272,29 @@ def _forecast(subject: Subject, target: Target, options: dict[str, Any], json: b
 
 
 def _pruned(
-    subject: Subject, target: Target, options: dict[str, Any], group: Any, json: bool
+    subject: Subject, target: Target, options: dict[str, Any], group: Any, *, progress: bool
 ) -> tuple[float | None, PruningResult]:
     """Measure the dense network and prune it, alone or with the other processes of torchrun."""
     from dataclasses import replace
 
     from lobs._system.distributed import shard
     from lobs.pruning.api import prune as run
+    from lobs.pruning.options import checked
 
     batches, held_out = subject.batches, subject.held_out
     if group.size > 1:
         batches = shard(batches, group)
         held_out = None if held_out is None else shard(held_out, group)
         options = {**options, "execution": replace(options["execution"], distributed=True)}
-    before = subject.measure(subject.model) if group.leads else None
-    result = run(subject.model, batches, target, held_out=held_out, progress=not json, **options)
-    return before, result
+    checked(subject.model, target, options)  # type: ignore[arg-type]  # refused before any work
+    before = _measured(subject, subject.model) if group.leads else None
+    more = {**options, "held_out": held_out, "progress": progress}
+    return before, run(subject.model, batches, target, **more)
+
+
+def _measured(subject: Subject, model: nn.Module) -> float | None:
+    with phase("evaluate"):
+        return subject.measure(model)
 
 
 def _solver(name: str, seconds: float | None) -> str | Solver:

@@ -19,7 +19,7 @@ from lobs.cli.options import (
     TrustOption,
     complete_file,
 )
-from lobs.cli.output import notes, optional, print_json, say
+from lobs.cli.output import optional, print_json, say, working
 from lobs.cli.training_data import (
     BatchOption,
     DecayOption,
@@ -115,7 +115,7 @@ def retrain(
     settings = training.settings(subject)
     if until is not None:
         subject.require_metric("--until")
-    with notes():
+    with working(json):
         found = _run(subject, saved.masks, settings, (iterations, every, until), resume, not json)
     history = [(step, subject.in_metric(score)) for step, score in found.history]
     after = history[-1][1] if history else None

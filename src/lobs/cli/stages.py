@@ -21,7 +21,7 @@ from lobs.cli.options import (
     SubjectArgument,
     TrustOption,
 )
-from lobs.cli.output import notes, optional, print_json, say
+from lobs.cli.output import optional, print_json, say, working
 from lobs.cli.training_data import (
     BatchOption,
     DecayOption,
@@ -102,7 +102,7 @@ def stages(
     subject = open_subject(network, samples, trust=trust, network=code, metric=metric)
     training = Training(batch, rate, optimizer, decay, distil, seed)
     settings = training.settings(subject)
-    with notes():
+    with working(json):
         done = _run(subject, read, settings, {"solver": solver, "inputs": inputs}, resume, not json)
     rows = [_row(stage, subject) for stage in done.stages]
     record = {**subject.provenance(), "stages": rows}

@@ -24,7 +24,7 @@ from lobs.cli.options import (
     SubjectArgument,
     TrustOption,
 )
-from lobs.cli.output import Column, notes, print_json, print_table, say
+from lobs.cli.output import Column, print_json, print_table, say, working
 from lobs.cli.values import parse_fraction
 from lobs.errors import TargetError
 from lobs.storage.atomic import make_folder
@@ -123,7 +123,7 @@ def sweep(
     subject = open_subject(network, samples, trust=trust, network=code, metric=metric)
     subject.require_metric("lobs sweep")
     values = spaced(by, first, last, points)
-    with notes():
+    with working(json):
         chosen = {"by": by, "layers": layers, "skip": skip or (), "progress": not json}
         curves = _curves(subject, values, solver, paper, chosen)
     dense = subject.measure(subject.model)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lobs._system.progress import shown
 from lobs.cli.options import DATA, CodeOption, JsonOption, TrustOption, complete_file
-from lobs.cli.output import print_json, say
+from lobs.cli.output import print_json, say, working
 
 if TYPE_CHECKING:
     from lobs.certificate.verify import Finding
@@ -67,7 +66,7 @@ def verify(
     else:
         findings, skipped = verify_masks(saved), _why_skipped(saved) if recompute else ""
         if recompute and not skipped:
-            with shown(not json):
+            with working(json):
                 findings += _recompute(file, saved, trust, code)
     good = all(finding.holds for finding in findings)
     if json:
