@@ -1,4 +1,4 @@
-"""What can go wrong, in words that name the layer, the number and the remedy."""
+"""Errors and warnings. Each names the layer, the number and the remedy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CalibrationError(LobsError):
 
 
 class UnsupportedLayerError(LobsError, TypeError):
-    """A layer that `lobs` will not prune, with the reason why."""
+    """A layer that `lobs` does not prune, with the reason."""
 
 
 class SolverError(LobsError, ValueError):
@@ -35,7 +35,7 @@ class SolverError(LobsError, ValueError):
 
 
 class ProcessGroupError(LobsError):
-    """Processes that share a job and have lost each other."""
+    """A process group that lost a process."""
 
 
 class FileError(LobsError):
@@ -47,7 +47,7 @@ class MaskError(LobsError, ValueError):
 
 
 class ExportError(LobsError):
-    """A network that cannot be handed on in the form that was asked for."""
+    """A network that cannot be exported in the format that was asked for."""
 
 
 class DataError(LobsError):
@@ -55,11 +55,11 @@ class DataError(LobsError):
 
 
 class TrainingError(LobsError, ValueError):
-    """A training run whose parts do not fit, or whose loss ran away."""
+    """A training run whose arguments do not fit, or whose loss diverged."""
 
 
 class NumericalWarning(UserWarning):
-    """The result is valid, but something helped or hurt it, such as a regularised matrix."""
+    """The result is valid, but a matrix was regularised; the message says which and by how much."""
 
 
 # What the notes about single layers add up to, by kind: what happened, and what to make of it.
@@ -75,7 +75,7 @@ _NAMED = 3  # layers that a summary names
 
 @dataclass
 class _Notes:
-    """What was said in a block, and what is still to be said at its end."""
+    """Warnings that a block has given, and notes that it sums up at its end."""
 
     matters: set[str] = field(default_factory=set)
     layers: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -93,12 +93,15 @@ class _Notes:
         return " ".join(parts)
 
 
-_notes: ContextVar[_Notes | None] = ContextVar("notes", default=None)
+_notes: ContextVar[_Notes | None] = ContextVar("lobs_notes", default=None)
 
 
 @contextmanager
-def saying_once() -> Iterator[None]:
-    """Give each caution once in this block, and one summary of the layers' notes at its end."""
+def warning_once() -> Iterator[None]:
+    """Inside this block, give each warning with a `matter` only once.
+
+    Notes about layers are summed up in one warning at its end, unless it fails.
+    """
     notes = _Notes()
     token = _notes.set(notes)
     try:
@@ -110,7 +113,7 @@ def saying_once() -> Iterator[None]:
 
 
 def note_layer(kind: str, layer: str, detail: str, message: str) -> None:
-    """Note that a layer's problem was regularised; a block of `saying_once` sums notes up.
+    """Note that a layer's problem was regularised; a block of `warning_once` sums notes up.
 
     Args:
         kind: "regularised" or "few samples".
@@ -126,10 +129,10 @@ def note_layer(kind: str, layer: str, detail: str, message: str) -> None:
 
 
 def caution(message: str, matter: str | None = None) -> None:
-    """Raise a `NumericalWarning` that points at the user's call of `lobs`, not into `lobs`.
+    """Give a `NumericalWarning` at the line where the user's code called `lobs`.
 
-    The frames cannot be counted: torch or the standard library may lie between two of ours. In a
-    block of `saying_once` a `matter` is mentioned once.
+    Frames of torch or of the standard library may lie between two of ours, so frames are not
+    counted but searched. Inside `warning_once` a warning with the same `matter` comes only once.
     """
     notes = _notes.get()
     if notes is not None and matter is not None:
@@ -142,7 +145,7 @@ def caution(message: str, matter: str | None = None) -> None:
         frame = frame.f_back
         place = frame if ours else place
     scope = place.f_globals
-    registry = scope.setdefault("__warningregistry__", {})  # Python's list of warnings given here
+    registry = scope.setdefault("__warningregistry__", {})  # Python's record of warnings given
     warnings.warn_explicit(
         message,
         NumericalWarning,

@@ -82,10 +82,13 @@ class Sparsity(_Brief):
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """Remove as many weights as keep the layer's error √E at or below ε (or, relative, ε times its output's norm).
+    """Remove as many weights as keep every layer's error √E at or below ε.
 
-    √E = (1/√n)‖ΔZ‖_F is the root mean square change of the layer's output vector. ε may be a
-    mapping like `Sparsity`'s.
+    √E = (1/√n)‖ΔZ‖_F is the root mean square change of the layer's output vector.
+
+    Args:
+        epsilon: ε, or a mapping from layer names or globs to their own ε.
+        relative: measure ε in units of the norm of the layer's output.
     """
 
     epsilon: float | Mapping[str, float]

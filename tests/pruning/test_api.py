@@ -9,7 +9,7 @@ from torch import nn
 
 import lobs
 from lobs import ErrorBudget, LobsError, Sparsity
-from lobs.certificate.certify import deviation
+from lobs.calibration.comparison import compare
 
 
 def network():
@@ -234,7 +234,7 @@ def test_deviation_is_root_mean_square_over_samples():
     x = torch.randn(10, 3)
     with torch.no_grad():
         expected = ((a(x) - b(x)).square().sum() / 10).sqrt()
-    assert deviation(a, b, [x[:3], x[3:]]) == pytest.approx(float(expected), rel=1e-5)
+    assert compare(a, b, [x[:3], x[3:]]).output == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_names_in_the_package_are_there():

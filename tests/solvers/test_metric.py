@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lobs import ErrorBudget, Problem, solve
-from lobs.errors import NumericalWarning, ProblemError, saying_once
+from lobs.errors import NumericalWarning, ProblemError, warning_once
 from lobs.solvers import linalg, metric
 from tests.conftest import make_moment
 
@@ -165,7 +165,7 @@ def test_inputs_that_are_all_zero_are_told_of():
 def test_notes_about_layers_are_one_line_at_the_end_of_a_run():
     psi = torch.ones(4, 4)
     with pytest.warns(NumericalWarning) as given:
-        with saying_once():
+        with warning_once():
             for scale in (1.0, 2.0):
                 metric.metric(psi * scale, name="layer 'a'")
             metric.metric(psi, name="layer 'b'", samples=2)
@@ -178,15 +178,16 @@ def test_notes_about_layers_are_one_line_at_the_end_of_a_run():
 
 
 def test_a_summary_names_three_layers_and_counts_the_others():
-    with pytest.warns(NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"):
-        with saying_once():
-            for index in range(5):
-                metric.metric(torch.ones(4, 4), name=f"layer 'l{index}'")
+    with pytest.warns(
+        NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
+    ), warning_once():
+        for index in range(5):
+            metric.metric(torch.ones(4, 4), name=f"layer 'l{index}'")
 
 
 def test_a_run_that_fails_gives_its_error_and_no_summary():
     with warnings.catch_warnings():
         warnings.simplefilter("error", NumericalWarning)
-        with pytest.raises(KeyError), saying_once():
+        with pytest.raises(KeyError), warning_once():
             metric.metric(torch.ones(4, 4), name="layer 'a'")
             raise KeyError

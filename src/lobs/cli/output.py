@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from lobs._system.progress import shown
-from lobs.errors import NumericalWarning, saying_once
+from lobs.errors import NumericalWarning, warning_once
 
 output: TextIO | None = None  # where JSON goes when standard output is kept for it
 
@@ -123,7 +123,7 @@ def notes() -> Iterator[None]:
         warnings.simplefilter("always", NumericalWarning)
         warnings.showwarning = show
         try:
-            with saying_once():
+            with warning_once():
                 yield
         finally:
             sys.stderr.writelines(seen.values())

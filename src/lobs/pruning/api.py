@@ -16,7 +16,7 @@ from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches, guarded
-from lobs.errors import LobsError, caution, saying_once
+from lobs.errors import LobsError, caution, warning_once
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
 from lobs.pruning.forecast import Forecast, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
@@ -127,7 +127,7 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     limit = asked.execution.memory_bytes
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
-        saying_once(),
+        warning_once(),
         limited(limit, taken),
         shown(progress and group.leads, steps=_steps(asked), layers=_costs(asked)),
         use_group(group),

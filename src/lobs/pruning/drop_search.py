@@ -36,10 +36,11 @@ class Trial:
 
 
 def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, list[Trial]]:
-    """Find the fewest weights whose score stays within the budget's drop, by bisection of log(kept).
+    """Find the fewest weights whose score stays within the budget's drop.
 
-    Every trial prunes anew with one allocation round. The result is the smallest network that was
-    tried and passed. If none did, only the weights that `keep_at_most` forces out are removed.
+    The search bisects log(kept). Every trial prunes anew with one allocation round. The result is
+    the smallest network that was tried and passed. If none did, only the weights that
+    `keep_at_most` forces out are removed.
 
     Args:
         session: what all runs share; its target is a `Budget` with `drop` and `evaluate`.

@@ -17,7 +17,7 @@ from lobs._system.progress import shown, track
 from lobs.calibration.batches import guarded
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.layer_problem import layer_problem
-from lobs.errors import TargetError, saying_once
+from lobs.errors import TargetError, warning_once
 from lobs.layers import find_layers
 from lobs.pruning.options import PruneOptions, checked
 from lobs.pruning.run import run_rounds
@@ -74,7 +74,7 @@ def sweep(
     if not asked:
         return points
     costs = {layer.name: layer.weight.numel() * float(layer.columns) for layer in asked[0].layers}
-    with saying_once(), shown(progress, layers=costs):
+    with warning_once(), shown(progress, layers=costs):
         first = Session(model, guarded(batches), asked[0])
         with track("sweep", len(targets)) as advance:
             for value, options in zip(values, asked, strict=True):
@@ -121,7 +121,7 @@ def sweep_by_layer(
     work = copy.deepcopy(model)
     found = find_layers(work, layers, skip)
     points = []
-    with saying_once(), shown(progress):
+    with warning_once(), shown(progress):
         calibration = collect_moments(work, batches, found, progress=progress)
         problems = {
             layer.name: layer_problem(layer, layer.matrix(), calibration[layer.name])
