@@ -137,7 +137,7 @@ def next_steps(network: str, model: nn.Module, results: Sequence[Acceleration]) 
     rows = [row for row in results[0].layers if row.name in modules and "dense" in row.seconds]
     if not rows:
         return ["No speed-up: there is no Linear or Conv2d layer that lobs could replace."]
-    weights = {row.name: modules[row.name].weight.numel() for row in rows}  # type: ignore[union-attr, operator]
+    weights = {row.name: modules[row.name].weight.numel() for row in rows}
     kept = sum(row.kept * weights[row.name] for row in rows) / sum(weights.values())
     if kept > _HARDLY_PRUNED:
         return [

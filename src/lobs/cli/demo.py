@@ -144,7 +144,7 @@ def _table(runs: list[Run], before: float | None) -> None:
         ]
         for run in runs
     ]
-    columns = [
+    columns: list[str | Column] = [
         "method",
         "kept",
         "test error (%)",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.files import default_name, distinct, file_of, unclaimed, writable
+from lobs.cli.files import default_name, distinct, file_of, unclaimed
 from lobs.cli.options import (
     OUTPUT,
     CodeOption,
@@ -18,7 +18,8 @@ from lobs.cli.options import (
     TrustOption,
 )
 from lobs.cli.output import Column, print_json, print_table, say
-from lobs.errors import FileError, LobsError
+from lobs.errors import LobsError
+from lobs.storage.outputs import output_path
 
 if TYPE_CHECKING:
     from lobs.storage.checkpoint import Checkpoint
@@ -68,8 +69,8 @@ def export(
             "are."
         )
     default = Path(default_name(network, ending=FORMATS[form]))
-    target = unclaimed(out, default, force=force)
-    distinct(writable(target), "--out", file_of(network))
+    target = output_path(unclaimed(out, default, force=force), Path(FORMATS[form]).suffix)
+    distinct(target, "--out", file_of(network))
     if form == "compact":
         _compact(network, target, values, (trust, code), json)
     else:
@@ -77,18 +78,10 @@ def export(
 
 
 def _format(form: str | None, out: Path | None) -> str:
-    """Return the format that `--format` or the ending of `--out` names; refuse a contradiction."""
+    """Return the format that `--format` or the ending of `--out` names."""
     if form is not None and form not in FORMATS:
         raise LobsError(f"--format {form} is unknown. There are: {', '.join(FORMATS)}.")
-    ending = "" if out is None else out.suffix.lower()
-    said = _BY_ENDING.get(ending)
-    if (form is not None and said not in (None, form)) or ending in (".pt", ".pth", ".bin"):
-        right = FORMATS[form or "compact"]
-        raise FileError(
-            f"--out '{out}' ends in {ending}, but a file of format {form or 'compact'} ends in "
-            f"{right}: use --out {Path(str(out)).with_suffix(right)}."
-        )
-    return form or said or "compact"
+    return form or _BY_ENDING.get("" if out is None else out.suffix.lower(), "compact")
 
 
 def _compact(
@@ -106,7 +99,7 @@ def _compact(
     # The report's curves can outweigh a network.
     record = {key: value for key, value in saved.record.items() if key != "preview"}
     record |= {} if code is None else {"network": code}
-    done = save_compact(target, saved.state_dict, saved.masks, record, values=cast(Values, values))
+    done = save_compact(saved.state_dict, target, saved.masks, record, values=cast(Values, values))
     others = dense_sizes(saved.state_dict)
     if json:
         documents = [{**asdict(t), "stored_bytes": t.stored_bytes} for t in done.tensors]
@@ -169,7 +162,7 @@ def _program(
     example = take(subject.first(), 2)
     facts: dict[str, Any]
     if form == "onnx":
-        done = export_onnx(target, subject.model, example)
+        done = export_onnx(subject.model, target, example)
         facts = {
             "opset": done.opset,
             "inputs": list(done.inputs),
@@ -180,7 +173,7 @@ def _program(
             f"{done.largest_difference:.1e} at most"
         )
     else:
-        export_program(subject.model, example, target)
+        export_program(subject.model, target, example)
         facts, words = {}, "a torch.export program; its output on an example is the network's"
     if json:
         print_json({"network": network, "out": str(target), "format": form, **facts})

@@ -7,29 +7,7 @@ import re
 from pathlib import Path
 
 from lobs.errors import FileError
-
-# Endings of other kinds of file that people type by habit.
-_FOREIGN = {
-    ".safetensors": (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".h5", ".onnx", ".pt2", ".html"),
-    ".html": (".pdf", ".md", ".txt", ".json", ".png", ".safetensors"),
-}
-
-
-def writable(path: Path | None) -> Path | None:
-    """Refuse an output file whose folder does not exist or takes no files."""
-    if path is None:
-        return None
-    if not path.parent.is_dir():
-        raise FileError(
-            f"cannot write '{path}': there is no folder '{path.parent}'; make it first."
-        )
-    if path.is_dir():
-        raise FileError(f"cannot write '{path}': it is a folder; name a file in it.")
-    if not os.access(path.parent, os.W_OK):
-        raise FileError(
-            f"cannot write '{path}': the folder '{path.parent}' is read-only; choose another."
-        )
-    return path
+from lobs.storage.outputs import output_path
 
 
 def makeable(path: Path) -> Path:
@@ -58,13 +36,9 @@ def output_file(
         out: what `--out` says, if anything.
         default: the name to take otherwise.
         force: overwrite a file of the default name too.
-        ending: the ending of this kind of file; well-known other endings are refused.
+        ending: the ending of this kind of file; those of other kinds are refused.
     """
-    if out is not None:
-        right_ending(out, "--out", ending)
-    path = unclaimed(out, Path(default), force=force)
-    writable(path)
-    return path
+    return output_path(unclaimed(out, Path(default), force=force), ending)
 
 
 def unclaimed(out: Path | None, default: Path, *, force: bool = False) -> Path:
@@ -74,17 +48,6 @@ def unclaimed(out: Path | None, default: Path, *, force: bool = False) -> Path:
             f"'{default}' exists: overwrite it with --force, or choose a name with --out."
         )
     return out or default
-
-
-def right_ending(path: Path | None, option: str, ending: str) -> Path | None:
-    """Refuse a well-known ending of another kind of file."""
-    if path is not None and path.suffix.lower() in _FOREIGN.get(ending, ()):
-        what = "safetensors files" if ending == ".safetensors" else f"{ending[1:].upper()} pages"
-        raise FileError(
-            f"{option} '{path}' ends in {path.suffix}, but lobs writes {what} there: use {option} "
-            f"{path.with_suffix(ending)}."
-        )
-    return path
 
 
 def distinct(path: Path | None, option: str, *others: Path | None) -> None:

@@ -24,7 +24,7 @@ from lobs.cli.budgets import (
     SparsityOption,
     scored,
 )
-from lobs.cli.files import default_name, distinct, file_of, output_file, right_ending, writable
+from lobs.cli.files import default_name, distinct, file_of, output_file
 from lobs.cli.options import (
     EXPERT,
     MACHINE,
@@ -53,6 +53,7 @@ from lobs.cli.patterns import (
     StructuredOption,
 )
 from lobs.errors import LobsError
+from lobs.storage.outputs import PAGE, output_path, writable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -255,8 +256,10 @@ def _places(
 ) -> _Places:
     """Check every file that is to be written, before any work."""
     target = output_file(out, default_name(network, words), force=force)
-    writable(right_ending(report, "--report", ".html"))
-    writable(log)
+    if report is not None:
+        output_path(report, PAGE)
+    if log is not None:
+        writable(log)
     source = file_of(network)
     distinct(target, "--out", source)
     distinct(report, "--report", target, source)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.files import default_name, distinct, output_file, writable
+from lobs.cli.files import default_name, distinct, makeable, output_file
 from lobs.cli.options import (
     MACHINE,
     TRAINING,
@@ -82,8 +82,8 @@ def retrain(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="File that keeps the run. The same command continues from it.",
-            metavar="FILE",
+            help="Folder that keeps the run. The same command continues from there.",
+            metavar="FOLDER",
             rich_help_panel=MACHINE,
         ),
     ] = None,
@@ -102,7 +102,8 @@ def retrain(
     require_file(file)
     target = output_file(out, default_name(str(file), "retrained"), force=force)
     distinct(target, "--out", file)
-    writable(resume)
+    if resume is not None:
+        makeable(resume)
     if not json:
         say(f"writing {target}")
     saved = checkpoint.load(file)
@@ -121,7 +122,7 @@ def retrain(
     after = history[-1][1] if history else None
     retraining = {"iterations": found.iterations, "history": history}
     record = {**saved.record, "network": subject.network, "retraining": retraining, "after": after}
-    path = checkpoint.save(target, found.model, saved.masks, record)
+    path = checkpoint.save(found.model, target, saved.masks, record)
     if json:
         print_json({**retraining, "reached": found.reached, "path": str(path)})
         return

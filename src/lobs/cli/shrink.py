@@ -50,7 +50,7 @@ def shrink(
     smaller, report = run(subject.model, example[:1])
     before, after = subject.measure(subject.model), subject.measure(smaller)
     facts = {"shrinkage": asdict(report), "before": before, "after": after}
-    checkpoint.save(target, smaller, record={"network": subject.network, "shrunk": True, **facts})
+    checkpoint.save(smaller, target, record={"network": subject.network, "shrunk": True, **facts})
     if json:
         print_json({"metric": subject.metric, **facts, "network": str(target)})
         return

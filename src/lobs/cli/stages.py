@@ -36,7 +36,7 @@ from lobs.errors import LobsError
 
 if TYPE_CHECKING:
     from lobs.cli.subject import Subject
-    from lobs.training.staged import Iteration, Stage, StageResult
+    from lobs.training.staged import StagedResult, Stage, StageResult
 
 STAGES = "Stages"
 
@@ -106,7 +106,7 @@ def stages(
         done = _run(subject, read, settings, {"solver": solver, "inputs": inputs}, resume, not json)
     rows = [_row(stage, subject) for stage in done.stages]
     record = {**subject.provenance(), "stages": rows}
-    path = checkpoint.save(target, done.model, done.masks, record)
+    path = checkpoint.save(done.model, target, done.masks, record)
     if json:
         facts = {"iterations": done.iterations, "seconds": done.seconds, "path": str(path)}
         print_json({"stages": rows, **facts})
@@ -147,7 +147,7 @@ def _run(
     pruning: dict[str, Any],
     resume: Path | None,
     progress: bool,
-) -> Iteration:
+) -> StagedResult:
     from lobs.pruning.options import Execution
     from lobs.training.staged import prune_in_stages
 

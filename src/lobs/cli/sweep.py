@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.files import makeable, unclaimed, writable
+from lobs.cli.files import makeable, unclaimed
 from lobs.cli.options import (
     EXPERT,
     OUTPUT,
@@ -28,6 +28,7 @@ from lobs.cli.output import Column, print_json, print_table, say, working
 from lobs.cli.values import parse_fraction
 from lobs.errors import TargetError
 from lobs.storage.atomic import make_folder
+from lobs.storage.outputs import writable
 
 if TYPE_CHECKING:
     from lobs.cli.subject import Subject
@@ -211,7 +212,7 @@ def _document(point: SweepPoint, subject: Subject) -> dict[str, float]:
 
 
 def _print(subject: Subject, curves: list[Curve], by: str, dense: float) -> None:
-    columns = [by, "kept", Column("mean rel. layer error", 1), subject.metric, "breaks after"]
+    columns: list[str | Column] = [by, "kept", Column("mean rel. layer error", 1), subject.metric, "breaks after"]
     say(f"{subject.title}: dense {subject.metric} {dense:.4g}")
     for curve in curves:
         rows = [

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lobs.cli.files import output_file, writable
+from lobs.cli.files import makeable, output_file
 from lobs.cli.options import MACHINE, TRAINING, ForceOption, JsonOption, OutOption
 from lobs.cli.output import print_json, say
 
@@ -42,8 +42,8 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="File that keeps the run. The same command continues from it.",
-            metavar="FILE",
+            help="Folder that keeps the run. The same command continues from there.",
+            metavar="FOLDER",
             rich_help_panel=MACHINE,
         ),
     ] = None,
@@ -63,7 +63,8 @@ def train(
         raise LobsError(f"{entry.title} is not trained here: ImageNet takes days. {entry.source}")
     recipe = entry.recipe if epochs is None else replace(entry.recipe, epochs=epochs)
     target = output_file(out, f"{network}.safetensors", force=force)
-    writable(resume)
+    if resume is not None:
+        makeable(resume)
 
     from lobs.storage import checkpoint
     from lobs.zoo.datasets import sets
@@ -76,11 +77,11 @@ def train(
     if not json:
         say(f"writing {target}")
     began = time.perf_counter()
-    model = run(zoo.fresh(network, seed), data, recipe, seed=seed, progress=not json, state=resume)
+    model = run(zoo.fresh(network, seed), data, recipe, seed=seed, progress=not json, resume=resume)
     seconds = time.perf_counter() - began
     error = error_rate(model, sets.load(entry.data, "test").batches())
     record = {"network": network, "test_error": error, "seed": seed, "recipe": asdict(recipe)}
-    path = checkpoint.save(target, model, record=record)
+    path = checkpoint.save(model, target, record=record)
     if json:
         print_json({**record, "seconds": seconds, "path": str(path)})
         return

@@ -33,7 +33,7 @@ Score: TypeAlias = Callable[[nn.Module], float]
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One size: the value asked for, the kept fraction, the mean relative layer error, the score."""
+    """One size: value asked for, kept fraction, mean relative layer error, score."""
 
     asked: float
     kept_fraction: float

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lobs.zoo.datasets.labelled import LabelledImages
 from lobs._system.progress import Advance, shown, track
+from lobs.storage.atomic import make_folder
 from lobs.storage.train_state import TrainingState
 from lobs.calibration.forward import evaluating
 
@@ -51,12 +51,22 @@ def train(
     *,
     seed: int = 0,
     progress: bool = True,
-    state: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Train in place and return the model; the same seed on the same machine gives the same weights.
+    """Train in place and return the network.
 
-    `state` names a file that is written after every epoch and taken up again if it is there.
+    The same seed on the same machine gives the same weights.
+
+    Args:
+        model: the network.
+        data: training images and labels.
+        recipe: how to train.
+        seed: seed of the order of the data and of dropout.
+        progress: show progress.
+        resume: a folder that gets the training state after every epoch. A run that finds its state
+            there continues from it.
     """
+    file = None if resume is None else make_folder(resume) / "training.safetensors"
     steps = len(data) // recipe.batch_size
     optimiser = recipe.optimizer(model.parameters())
     schedule = _schedule(optimiser, recipe, steps)
@@ -70,14 +80,14 @@ def train(
         torch.manual_seed(seed)  # dropout draws from the global generator
         generator = torch.Generator().manual_seed(seed)
         run = TrainingState(model, optimiser, generator, schedule, {"epoch": 0})
-        if state is not None:
-            run.load(Path(state), settings)
+        if file is not None:
+            run.load(file, settings)
         advance(run.counters["epoch"] * steps)
         while run.counters["epoch"] < recipe.epochs:
             _epoch(run, data, recipe, advance)
             run.counters["epoch"] += 1
-            if state is not None:
-                run.save(Path(state), settings)
+            if file is not None:
+                run.save(file, settings)
     return model.eval()
 
 
