@@ -36,7 +36,7 @@ from lobs.errors import LobsError
 
 if TYPE_CHECKING:
     from lobs.cli.subject import Subject
-    from lobs.training.staged import StagedResult, Stage, StageResult
+    from lobs.training.staged import Stage, StagedResult, StageResult
 
 STAGES = "Stages"
 

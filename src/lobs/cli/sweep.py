@@ -212,7 +212,13 @@ def _document(point: SweepPoint, subject: Subject) -> dict[str, float]:
 
 
 def _print(subject: Subject, curves: list[Curve], by: str, dense: float) -> None:
-    columns: list[str | Column] = [by, "kept", Column("mean rel. layer error", 1), subject.metric, "breaks after"]
+    columns: list[str | Column] = [
+        by,
+        "kept",
+        Column("mean rel. layer error", 1),
+        subject.metric,
+        "breaks after",
+    ]
     say(f"{subject.title}: dense {subject.metric} {dense:.4g}")
     for curve in curves:
         rows = [
