@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -188,7 +188,7 @@ class Amount:
         else:
             more = {"parameters": self.parameters, "flops": self.flops, "bytes": self.size}
             more |= {} if self.rounds is None else {"rounds": self.rounds}
-        return Budget(**more, **limits)
+        return Budget(**more, **cast(dict[str, Any], limits))
 
     def _no_rounds(self) -> None:
         if self.rounds is not None:

@@ -322,7 +322,7 @@ def _write(
     from lobs.report import Run, write_report
 
     before, after = scores
-    facts = {
+    facts: dict[str, Any] = {
         "before": before,
         "after": after,
         "metric": subject.metric,

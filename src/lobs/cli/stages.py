@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -36,6 +36,8 @@ from lobs.errors import LobsError
 
 if TYPE_CHECKING:
     from lobs.cli.subject import Subject
+    from lobs.pruning.options import PruneOptions
+    from lobs.training.settings import RetrainOptions
     from lobs.training.staged import Stage, StagedResult, StageResult
 
 STAGES = "Stages"
@@ -158,8 +160,8 @@ def _run(
         arguments.pop("data"),
         plan,
         evaluate=subject.evaluate and subject.score,
-        pruning=pruning,
-        retraining=arguments,
+        pruning=cast("PruneOptions", pruning),
+        retraining=cast("RetrainOptions", arguments),
         execution=Execution(resume=resume),
         progress=progress,
     )

@@ -84,7 +84,7 @@ class Training:
     def _optimizer(self, rate: float, momentum: float, weight_decay: float) -> Any:
         import torch
 
-        from lobs.training.retrain import sgd
+        from lobs.training.objectives import sgd
 
         makers = {
             "sgd": sgd(rate, momentum, weight_decay),
@@ -97,7 +97,7 @@ class Training:
     def _recipe(self, subject: Subject) -> tuple[float, float, float, Any]:
         """Return rate, momentum, weight decay and data: the zoo's, or the user's own batches."""
         from lobs import zoo
-        from lobs.training.retrain import Shuffled
+        from lobs.training.objectives import Shuffled
         from lobs.zoo.datasets import sets
         from lobs.zoo.datasets.labelled import LabelledImages
 

@@ -32,7 +32,7 @@ def spans(rows: int) -> list[tuple[int, int]]:
     return [(low, min(rows, low + chunk)) for low in range(0, rows, chunk)]
 
 
-class _Announcer(event.Listener):  # type: ignore[misc]  # numba has no types
+class _Announcer(event.Listener):
     """Tell the progress display when numba compiles; kernels from its cache raise no event."""
 
     def on_start(self, event: Any) -> None:
@@ -44,4 +44,4 @@ class _Announcer(event.Listener):  # type: ignore[misc]  # numba has no types
         compiling(False)
 
 
-event.register("numba:compile", _Announcer())
+event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]
