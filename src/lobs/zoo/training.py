@@ -1,4 +1,4 @@
-"""Train a zoo network from scratch, and tell how often a network is wrong."""
+"""Train a zoo network from scratch, and measure its error rate."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lobs.zoo.datasets.labelled import LabelledImages
 class Recipe:
     """Nesterov momentum with a cosine learning rate, after `warm_up` epochs of a linear rise.
 
-    `input_dropout` blanks that share of pixels while training; `augment` shifts every image by up
-    to four pixels and mirrors half of them.
+    `input_dropout` is the share of pixels set to zero in training. `augment` shifts every image by
+    up to four pixels and mirrors half of them.
     """
 
     epochs: int
@@ -37,7 +37,7 @@ class Recipe:
     augment: bool = False
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-        """The optimiser that the recipe trains with, at its highest rate."""
+        """Return the optimiser of the recipe, at its highest rate."""
         rate, decay = self.learning_rate, self.weight_decay
         return torch.optim.SGD(
             parameters, rate, momentum=self.momentum, weight_decay=decay, nesterov=True
@@ -125,7 +125,7 @@ def _schedule(optimiser: torch.optim.Optimizer, recipe: Recipe, steps: int) -> L
 
 
 def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:
-    """Every image shifted by up to `shift` pixels, zeros moving in, and mirrored half of the time."""
+    """Return every image shifted by up to `shift` pixels and mirrored half of the time."""
     n, _, high, wide = images.shape
     padded = F.pad(images, [shift] * 4)
     top, left = torch.randint(0, 2 * shift + 1, (2, n, 1), generator=generator)
@@ -137,7 +137,7 @@ def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Ten
 
 
 def error_rate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Share of wrong answers, in percent."""
+    """Return the share of wrong answers, in percent."""
     wrong, total = 0, 0
     with evaluating(model):
         for x, y in batches:
