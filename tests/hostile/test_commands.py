@@ -40,12 +40,12 @@ VALUES = [
 ]
 OPTIONS = {
     "--keep": VALUES, "--sparsity": VALUES, "--epsilon": VALUES, "--relative": None, "--parameters": ["10", "-3", "x"],
-    "--bytes": ["200", "0"], "--flops": ["50"], "--max-drop": ["0.1", "-1", "nan"], "--scope": ["layer", "network", "galaxy"],
+    "--bytes": ["200", "0"], "--flops": ["50"], "--drop": ["0.1", "5%", "-1", "nan"], "--metric": ["error", "score", "x"], "--scope": ["layer", "network", "galaxy"],
     "--pattern": ["2:4", "4:2", ":", "a:b", "0:0"], "--block": ["1x4", "0x0", "x"], "--structured": ["units", "inputs", "x"],
-    "--solver": ["exact", "lobs", "magnitude", "none"], "--inputs": ["dense", "pruned", "asymmetric", "wet"],
-    "--passes": ["1", "0", "two"], "--samples": ["50", "0", "-1", "1000000"], "--layers": ["0", "*", "["],
+    "--solver": ["greedy", "lobs", "magnitude", "none"], "--inputs": ["dense", "pruned", "asymmetric", "wet"],
+    "--rounds": ["1", "0", "two"], "--samples": ["50", "0", "-1", "1000000"], "--layers": ["0", "*", "["],
     "--skip": ["2", "*", "none"], "--prune-bias": None, "--damping": ["0", "1e-3", "-1", "nan", "inf"],
-    "--no-batch-norm": None, "--out": ["out.safetensors", "no/such/folder/x", ".", "/proc/nothing"], "--json": None,
+    "--no-batch-norm": None, "--force": None, "--out": ["out.safetensors", "x.pt", "no/such/folder/x", ".", "/proc/nothing"], "--json": None,
     "--report": ["r.html", "no/folder/r.html"], "--trust": None, "--no-such-option": None,
 }  # fmt: skip
 

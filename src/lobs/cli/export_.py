@@ -69,7 +69,7 @@ def export(
             "are."
         )
     default = Path(default_name(network, ending=FORMATS[form]))
-    target = output_path(unclaimed(out, default, force=force), Path(FORMATS[form]).suffix)
+    target = output_path(unclaimed(out, default, force=force), default.suffix)
     distinct(target, "--out", file_of(network))
     if form == "compact":
         _compact(network, target, values, (trust, code), json)

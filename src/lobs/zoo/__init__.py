@@ -98,7 +98,7 @@ ZOO: dict[str, Entry] = {
         paper_kept={"*": 0.45},
         title="ResNet-50 v1",
         data="imagenet-caffe",
-        source="Take Keras's weights (stride in the first 1×1) and rename them as torchvision does.",
+        source="Take Keras's weights (stride in the first 1×1) with torchvision's names.",
     ),
 }
 

@@ -21,7 +21,7 @@ class Batched(Protocol):
     def batches(
         self, size: int = 500, limit: int | None = None
     ) -> Sequence[tuple[Tensor, Tensor]] | imagenet.ImageNet:
-        """Return batches (images, labels) of at most `limit` samples; they can be read repeatedly."""
+        """Return batches (images, labels) of at most `limit` samples, to be read repeatedly."""
         ...
 
 
