@@ -157,7 +157,7 @@ def test_lobs_takes_a_wide_layers_moment_as_it_was_made_ready(wide):
             inputs="dense",
             progress=False,
         )
-        for s in ("exact", "lobs")
+        for s in ("greedy", "lobs")
     ]
     dampings = [[layer.damping for layer in cut.layers] for cut in cuts]
     assert dampings[0] == dampings[1] and min(dampings[0]) > 0
@@ -174,7 +174,7 @@ def test_a_dry_run_knows_that_given_damping_takes_double_precision(monkeypatch):
     assert plain > single_copy
 
 
-@pytest.mark.parametrize("solver", ["auto", "admm", "columns", "exact", "lobs", "magnitude"])
+@pytest.mark.parametrize("solver", ["auto", "admm", "columns", "greedy", "lobs", "magnitude"])
 def test_a_wide_layers_error_is_that_of_running_it(wide, solver):
     model, x = network(), torch.cat(batches())
     cut = lobs.prune(
@@ -323,7 +323,7 @@ def test_moments_nobody_wants_are_never_summed(monkeypatch):
 
 def test_a_sweep_of_wide_layers_changes_nothing_where_nothing_goes(wide):
     model, x = network(), torch.cat(batches())
-    for solver in ("exact", "admm"):
+    for solver in ("greedy", "admm"):
         point = sweep(
             model,
             [x],

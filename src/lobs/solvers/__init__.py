@@ -37,7 +37,7 @@ __all__ = [
 SOLVERS: dict[str, Solver] = {
     "auto": Auto(),
     "greedy": GreedyOBS(),
-    "exact+refine": Refine(GreedyOBS()),
+    "greedy+refine": Refine(GreedyOBS()),
     "admm": ADMM(),
     "columns": ColumnSweep(),
     "lobs": LOBS(),
@@ -56,7 +56,7 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
 
     >>> import torch
     >>> problem = Problem(torch.tensor([[3.0, 1.0, 2.0]]), torch.eye(3))
-    >>> solve(problem, "exact", 1 / 3).weight
+    >>> solve(problem, "greedy", 1 / 3).weight
     tensor([[3., 0., 2.]])
     """
     chosen = as_solver(solver)

@@ -431,5 +431,5 @@ def choose_count(
             )
     raise SolverError(
         f"{problem.name}: this solver is not compatible with {target!r}. Use solver='auto' or "
-        "solver='exact'."
+        "solver='greedy'."
     )
