@@ -129,10 +129,10 @@ def test_a_retrained_network_keeps_its_zeros_but_not_the_certificate(small, tmp_
     assert invoke("report", out, "--out", page, "--no-pictures").exit_code == 0
     text = page.read_text(encoding="utf-8")
     assert (
-        "the network was retrained after it was pruned" in text
+        "the network was retrained after pruning" in text
         and "cannot have moved by more" not in text
     )
-    refused("would overwrite", "report", out, "--out", out)
+    refused("must end in .html", "report", out, "--out", out)
 
 
 def test_files_of_stages_are_verified_by_their_zeros(tmp_path):

@@ -62,7 +62,9 @@ _COMMANDS: tuple[tuple[str, str, Any], ...] = (
     ("bench", _DEPLOYING, bench.bench),
 )
 for _name, _panel, _function in _COMMANDS:
-    app.command(name=_name, cls=HelpfulCommand, rich_help_panel=_panel)(_function)
+    app.command(name=_name, cls=HelpfulCommand, rich_help_panel=_panel)(
+        output.with_notes(_function)
+    )
 
 
 @app.callback(invoke_without_command=True)

@@ -141,18 +141,17 @@ def next_steps(network: str, model: nn.Module, results: Sequence[Acceleration]) 
     kept = sum(row.kept * weights[row.name] for row in rows) / sum(weights.values())
     if kept > _HARDLY_PRUNED:
         return [
-            f"No speed-up: {kept:.0%} of the weights are kept. Prune first: lobs prune {network} "
-            "--keep 10%"
+            f"No speed-up: {kept:.0%} of the weights are kept. Prune first:",
+            f"  lobs prune {network} --keep 10%",
         ]
     slowest = max(rows, key=lambda row: row.seconds["dense"])
     share = slowest.seconds["dense"] / sum(row.seconds["dense"] for row in rows)
-    units = "--structured units --keep 50%"
     return [
-        f"No speed-up: {kept:.1%} of all weights are kept, but '{slowest.name}' takes {share:.0%} "
-        f"of the time and keeps {slowest.kept:.1%}. Try one of:",
-        "  prune by operations        lobs prune NETWORK --flops N",
-        f"  cap the slow layers        lobs prune NETWORK --keep 10% --at-most '{slowest.name}=5%'",
-        f"  remove whole units         lobs prune NETWORK {units}, then lobs shrink",
+        f"No speed-up, though only {kept:.1%} of all weights are kept.",
+        f"'{slowest.name}' takes {share:.0%} of the time and keeps {slowest.kept:.1%}. Try one of:",
+        "  prune by operations  --flops N",
+        f"  limit slow layers    --keep 10% --at-most '{slowest.name}=5%'",
+        "  remove whole units   --structured units --keep 50%, then lobs shrink",
     ]
 
 

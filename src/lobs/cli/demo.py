@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lobs.cli.options import DATA, OUTPUT, JsonOption
-from lobs.cli.output import Column, command_line, notes, optional, print_json, print_table, say
+from lobs.cli.output import Column, command_line, optional, print_json, print_table, say
 from lobs.storage.atomic import make_folder
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def demo(
 
     subject = open_subject("lenet300", samples)
     before = subject.measure(subject.model)
-    with notes():
-        runs, best = _runs(subject, before, quiet=json)
+    runs, best = _runs(subject, before, quiet=json)
     report = write_report(
         folder / "report.html",
         runs[::-1],

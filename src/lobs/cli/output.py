@@ -8,9 +8,10 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TextIO
 
 from lobs._system.progress import shown
@@ -131,10 +132,21 @@ def notes() -> Iterator[None]:
 
 @contextmanager
 def working(json: bool) -> Iterator[None]:
-    """Show progress and collect notes, also while torch is imported and the network is opened."""
+    """Show progress, also while torch is imported and the network is opened."""
     leads = os.environ.get("RANK", "0") == "0"  # under torchrun the first process speaks
-    with notes(), shown(leads and not json):
+    with shown(leads and not json):
         yield
+
+
+def with_notes(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that gives its notes at the end, after its result."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        with notes():
+            command(*args, **options)
+
+    return run
 
 
 def command_line() -> str:

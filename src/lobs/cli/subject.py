@@ -74,7 +74,7 @@ class Subject:
     def in_metric(self, score: float) -> float:
         """Turn a score back into the metric."""
         if self.in_zoo:
-            return 100 * (1 - score)
+            return round(100 * (1 - score), 10)  # exact: an error counts images
         return score if self.larger_is_better else -score
 
     def require_metric(self, purpose: str) -> None:
