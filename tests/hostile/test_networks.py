@@ -20,7 +20,7 @@ TARGETS = [
     Sparsity(0.5, scope="layer"), Sparsity(1.0, scope="layer"), Sparsity({"*": 0.5}),
     Sparsity({"0": 0.5}), Sparsity({"no such": 0.5}), ErrorBudget(0.2, relative=True),
     ErrorBudget(0), ErrorBudget(1e30), Budget(parameters=10), Budget(parameters=10**9),
-    Budget(bytes=100), Budget(flops=50), Budget(drop=0.1), NByM(2, 4),
+    Budget(bytes=100), Budget(flops=50), Budget(drop=0.1, evaluate=lambda m: 1.0), NByM(2, 4),
     Block(0.5), Structured(0.5), Structured(0.5, "inputs"), float("nan"), "half", None, -1,
 ]  # fmt: skip
 
