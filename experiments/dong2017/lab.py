@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lobs import zoo
+from lobs._system.run_log import peak_bytes
 from lobs.training.objectives import Shuffled, distillation
 from lobs.training.retrain import Retraining, retrain
 from lobs.training.staged import StageResult
@@ -168,3 +169,9 @@ def light_settings(
         "loss": distillation(2.0),
         "seed": seed,
     }
+
+
+def peak_gigabytes() -> float | None:
+    """Return the most memory that this process has used; None where the system does not say."""
+    most = peak_bytes()
+    return None if most is None else most / 2**30

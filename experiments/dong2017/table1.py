@@ -143,7 +143,8 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
         if hasattr(module, "weight")
     }
     rule = Surgery(
-        {name: threshold_c(weights[name], kept) for name, kept in DNS_START[row.network].items()}
+        {name: threshold_c(weights[name], kept) for name, kept in DNS_START[row.network].items()},
+        decay=lambda t: 0.5 + 0.5 * math.cos(math.pi * t),
     )
     recipe = zoo.entry(row.network).recipe
     assert recipe is not None
@@ -151,7 +152,7 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
     done = operate(
         who.model, who.shuffled(recipe.batch_size), rule, iterations=lab.few(iterations, 200),
         optimizer=sgd(recipe.learning_rate, weight_decay=recipe.weight_decay),
-        decay=lambda t: 0.5 + 0.5 * math.cos(math.pi * t), evaluate=who.error, every=lab.few(1000, 100), seed=lab.seed, progress=False,
+        evaluate=who.error, every=lab.few(1000, 100), seed=lab.seed,
     )  # fmt: skip
     return {
         "original": who.error(who.model), "kept_percent": 100 * done.kept_fraction, "pruned": None, "retrained": who.error(done.model),
@@ -278,8 +279,10 @@ ROWS = [
         Paper(1.76, 1.5, 2.43, 1.96, 643),
         staged((300, 343)),
     ),
-    Row("lenet300/exact", "exact, the paper's CRs", _L3, None, once("exact", "paper", 0)),
-    Row("lenet300/exact-light", "exact, light retraining", _L3, None, once("exact", "paper", 510)),
+    Row("lenet300/greedy", "greedy, the paper's CRs", _L3, None, once("greedy", "paper", 0)),
+    Row(
+        "lenet300/greedy-light", "greedy, light retraining", _L3, None, once("greedy", "paper", 510)
+    ),
     Row("lenet300/default", "default, 7 %", _L3, None, once(None, 0.07, 0)),
     Row(
         "lenet300/by-layer",
@@ -351,8 +354,8 @@ ROWS = [
         Paper(1.27, 0.9, 2.04, 1.66, 841),
         staged((400, 441)),
     ),
-    Row("lenet5/exact", "exact, the paper's CRs", _L5, None, once("exact", "paper", 0)),
-    Row("lenet5/exact-light", "exact, light retraining", _L5, None, once("exact", "paper", 740)),
+    Row("lenet5/greedy", "greedy, the paper's CRs", _L5, None, once("greedy", "paper", 0)),
+    Row("lenet5/greedy-light", "greedy, light retraining", _L5, None, once("greedy", "paper", 740)),
     Row("lenet5/default", "default, 7 %", _L5, None, once(None, 0.07, 0)),
     Row(
         "lenet5/by-layer",
@@ -395,7 +398,7 @@ ROWS = [
         Paper(18.57, 9, 21.32, 18.76, 1020),
         once("lobs", "han", 1020),
     ),
-    Row("cifarnet/exact", "exact, 9 % of every layer", _CN, None, once("exact", "han", 0)),
+    Row("cifarnet/greedy", "greedy, 9 % of every layer", _CN, None, once("greedy", "han", 0)),
     Row("cifarnet/default", "default, 9 %", _CN, None, once(None, 0.09, 0)),
     Row(
         "cifarnet/default-light",
@@ -426,11 +429,11 @@ ROWS = [
         once("lobs", 0.09, 0),
     ),
     Row(
-        "cifarnet-wide/exact",
-        "exact, as much of each layer as L-OBS",
+        "cifarnet-wide/greedy",
+        "greedy, as much of each layer as L-OBS",
         _CW,
         None,
-        once("exact", "paper", 0),
+        once("greedy", "paper", 0),
     ),
     Row("cifarnet-wide/default", "default, 9 %", _CW, None, once(None, 0.09, 0)),
     Row(
@@ -452,7 +455,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """Run the chosen rows, skipping what is done."""
     done = []
     for row in (r for r in ROWS if r.name in rows):
-        command = f"lobs reproduce table1 --rows {row.name}" + (" --quick" if lab.quick else "")
+        command = f"python -m experiments.dong2017 table1 --rows {row.name}" + (
+            " --quick" if lab.quick else ""
+        )
         done.append(lab.result(f"table1-{row.name}", lambda row=row: row.work(lab, row), command))
     for network in {row.network for row in ROWS if row.name in rows}:
         few_iterations.draw(lab, network)

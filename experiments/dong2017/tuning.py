@@ -41,7 +41,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows."""
     done = []
     for name in rows:
-        command = f"lobs reproduce tuning --rows {name}" + (" --quick" if lab.quick else "")
+        command = f"python -m experiments.dong2017 tuning --rows {name}" + (
+            " --quick" if lab.quick else ""
+        )
         done.append(
             lab.result(name, lambda name=name: row(lab, name.removeprefix("tuning/")), command)
         )

@@ -264,10 +264,7 @@ def watching_norms(
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         return lambda _, args, named: see(name, args[0] if args else named["input"])
 
-    handles = [
-        before_forward(norm, watch(name), with_kwargs=True)
-        for name, norm in norms.items()
-    ]
+    handles = [before_forward(norm, watch(name), with_kwargs=True) for name, norm in norms.items()]
     try:
         yield
     finally:
