@@ -6,7 +6,7 @@ from typing import Any
 
 import lobs
 from experiments.dong2017 import pictures
-from experiments.dong2017.lab import Lab, subject
+from experiments.dong2017.lab import Lab, errors, subject
 from lobs import Sparsity, zoo
 from lobs.training.retrain import retrain
 
@@ -52,13 +52,14 @@ def curve(lab: Lab, solver: str) -> dict[str, Any]:
     assert recipe is not None
     trained = retrain(
         cut.model, cut.masks, who.shuffled(recipe.batch_size), optimizer=recipe.optimizer, iterations=lab.few(1000, 40),
-        evaluate=who.error, every=20, seed=lab.seed, progress=False,
+        evaluate=who.score, every=20, seed=lab.seed, progress=False,
     )  # fmt: skip
     dense = who.error(who.model)
-    back = next((i for i, e in trained.history if e <= dense + 0.1), None)
+    history = errors(trained.history)
+    back = next((i for i, e in history if e <= dense + 0.1), None)
     return {
         "original": dense,
         "kept_percent": 100 * cut.kept_fraction,
-        "history": trained.history,
+        "history": history,
         "iterations_to_dense_plus_0.1": back,
     }

@@ -25,7 +25,7 @@ from lobs.calibration.forward import call
 from lobs.errors import TrainingError
 from lobs.layers import Layer, find_layers
 from lobs.solvers.masks import joined
-from lobs.training.retrain import Loss, MakeOptimizer, sgd
+from lobs.training.objectives import Loss, MakeOptimizer, sgd
 
 
 @dataclass(frozen=True)

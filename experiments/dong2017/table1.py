@@ -13,10 +13,20 @@ from typing import Any
 
 import lobs
 from experiments.dong2017 import few_iterations
-from experiments.dong2017.lab import STAGED_RATES, Lab, Subject, light, light_settings, subject
+from experiments.dong2017.lab import (
+    STAGED_RATES,
+    Lab,
+    Subject,
+    errors,
+    light,
+    light_settings,
+    stage_row,
+    subject,
+)
 from experiments.dong2017.surgery import Surgery, operate, threshold_c
 from lobs import Sparsity, zoo
-from lobs.training.retrain import retrain, sgd
+from lobs.training.objectives import sgd
+from lobs.training.retrain import retrain
 from lobs.training.staged import Stage, prune_in_stages
 
 HAN = {
@@ -103,7 +113,7 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
         assert recipe is not None
         trained = retrain(
             cut.model, cut.masks, who.shuffled(recipe.batch_size), optimizer=sgd(recipe.learning_rate / 10, weight_decay=recipe.weight_decay),
-            iterations=lab.few(_CAP[row.network], 100), until_error=wanted, evaluate=who.error, every=lab.few(250, 50), seed=lab.seed, progress=False,
+            iterations=lab.few(_CAP[row.network], 100), until_score=-wanted, evaluate=who.score, every=lab.few(250, 50), seed=lab.seed, progress=False,
         )  # fmt: skip
         note = (
             ""
@@ -112,9 +122,9 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
         )
         return {
             **found,
-            "retrained": trained.error,
+            "retrained": errors(trained.history)[-1][1],
             "iterations": trained.iterations,
-            "history": trained.history,
+            "history": errors(trained.history),
             "note": note,
         }
 
@@ -191,7 +201,7 @@ def once(
                 data,
                 optimizer=rate,
                 iterations=steps,
-                evaluate=who.error,
+                evaluate=who.score,
                 seed=lab.seed,
                 progress=False,
             )
@@ -199,9 +209,9 @@ def once(
             trained = light(who, cut.model, cut.masks, steps, lab.seed)
         return {
             **found,
-            "retrained": trained.error,
+            "retrained": errors(trained.history)[-1][1],
             "iterations": trained.iterations,
-            "history": trained.history,
+            "history": errors(trained.history),
         }
 
     return work
@@ -229,13 +239,13 @@ def staged(
             pruning = {}
         settings = light_settings(who, lab.seed, STAGED_RATES)
         done = prune_in_stages(
-            who.model, who.calibration(lab), who.shuffled(512), plan, evaluate=who.error, pruning=pruning,
+            who.model, who.calibration(lab), who.shuffled(512), plan, evaluate=who.score, pruning=pruning,
             retraining={**settings, "every": 50}, progress=False,
         )  # fmt: skip
-        last = done.stages[-1]
+        last, rows = done.stages[-1], [stage_row(stage) for stage in done.stages]
         return {
-            "original": who.error(who.model), "kept_percent": 100 * last.kept_fraction, "pruned": last.pruned_error, "retrained": last.error,
-            "iterations": done.iterations, "stages": [vars(stage) for stage in done.stages],
+            "original": who.error(who.model), "kept_percent": 100 * last.kept_fraction, "pruned": rows[-1]["pruned_error"], "retrained": rows[-1]["error"],
+            "iterations": done.iterations, "stages": rows,
             "settings": {"pruning": pruning or "defaults", "samples": sum(len(y) for _, y in who.calibration(lab)), "stages": list(map(repr, plan))},
         }  # fmt: skip
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from lobs.errors import ProcessGroupError, LobsError
+from lobs.errors import LobsError, ProcessGroupError
 
 TIMEOUT = 1800.0  # seconds that the others wait for a process that has gone silent
 _GRACE = 5.0  # seconds more after which torch's own time-out, which says more, must have come

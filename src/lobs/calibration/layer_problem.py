@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
-from lobs.solvers import metric
-
-from lobs.solvers import scores
-from lobs.layers import Layer
-from lobs.solvers.problem import Problem
-from lobs.solvers.scores import Histogram
 from lobs.calibration.moments import Moments
 from lobs.calibration.wide import aimed, wide_problem
+from lobs.layers import Layer
+from lobs.solvers import linalg, metric, scores
+from lobs.solvers.problem import Problem
+from lobs.solvers.scores import Histogram
 
 # How far at least, in mean input energy, the asymmetric target is held to the dense weights.
 _TETHER = 1e-3

@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
 from lobs._system import memory
-
-from lobs.solvers import metric
-from lobs.solvers.problem import Problem
 from lobs.calibration.moments import Moments
+from lobs.solvers import linalg, metric
+from lobs.solvers.problem import Problem
 
 # Of every column's own energy: what float32 needs to factorise tens of thousands of columns.
 RIDGE = 1e-3

@@ -14,8 +14,8 @@ from lobs import __version__
 from lobs.report.words import fixed, number, percent
 
 if TYPE_CHECKING:
-    from lobs.report import Run
     from lobs.pruning.result import LayerResult
+    from lobs.report import Run
 
 
 class Column(NamedTuple):

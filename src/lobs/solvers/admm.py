@@ -25,14 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
 from lobs._system import memory
 from lobs.errors import SolverError
+from lobs.solvers import linalg
+from lobs.solvers.least_squares import on_support, stacked, typical_independence
 from lobs.solvers.masks import mask_from_order, removal_order
 from lobs.solvers.problem import Problem, choose_count
 from lobs.solvers.solution import Solution
-from lobs.solvers.least_squares import on_support, stacked, typical_independence
 from lobs.targets import Target
 
 _SAMPLE = (

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
-from lobs.solvers.problem import Problem, Solver
-from lobs.solvers.solution import Solution
 from lobs.solvers.admm import ADMM, first_independence
+from lobs.solvers.baselines import Scored
 from lobs.solvers.column_sweep import ColumnSweep
 from lobs.solvers.greedy import GreedyOBS
 from lobs.solvers.layerwise_obs import LOBS, PRODUCTS
+from lobs.solvers.least_squares import on_support, single_precision, weighted_error
+from lobs.solvers.local_search import round_work, swap
 from lobs.solvers.patterns.nbym import GREEDY_UP_TO, SWAPS_UP_TO
 from lobs.solvers.patterns.nbym_admm import STEPS
+from lobs.solvers.problem import Problem, Solver
 from lobs.solvers.refine import Refine
-from lobs.solvers.baselines import Scored
-from lobs.solvers.local_search import round_work, swap
-from lobs.solvers.least_squares import on_support, single_precision, weighted_error
+from lobs.solvers.solution import Solution
 from lobs.targets import Block, NByM, Sparsity, Structured, Target
 
 # Seconds per 10⁹ multiply-adds on two cores, fitted by `python -m benchmarks.rivals --costs`; only

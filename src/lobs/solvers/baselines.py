@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lobs.solvers import scores
 from lobs.errors import SolverError
+from lobs.solvers import scores
 from lobs.solvers.masks import mask_from_order, removal_order
+from lobs.solvers.patterns.nbym import largest_of_groups, quota_of
 from lobs.solvers.problem import Problem, choose_count, finish
 from lobs.solvers.solution import Solution
-from lobs.solvers.patterns.nbym import largest_of_groups, quota_of
 from lobs.targets import NByM, Target
 
 _SCORES: dict[str, Callable[[Problem], Tensor]] = {

@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
 from lobs._system import memory
+from lobs._system.progress import track
 from lobs.errors import SolverError
+from lobs.solvers import linalg
+from lobs.solvers.least_squares import on_support, sweep_dtype
 from lobs.solvers.metric import Metric
 from lobs.solvers.problem import Problem, choose_count, finish
-from lobs._system.progress import track
 from lobs.solvers.solution import Solution
-from lobs.solvers.least_squares import on_support, sweep_dtype
 from lobs.targets import Target
 
 _ROWS_AT_A_TIME = 2**23  # elements of the rows that go through the columns together

@@ -14,16 +14,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lobs.solvers import kernels
 from lobs._system.distributed import process_group
+from lobs.solvers import kernels
+from lobs.solvers.least_squares import on_support, sweep_dtype
 from lobs.solvers.masks import mask_from_order, removal_order
 from lobs.solvers.metric import Metric
-from lobs.solvers.problem import Problem, choose_count
-from lobs.solvers.solution import Solution
 from lobs.solvers.patterns.block import solve_blocks
 from lobs.solvers.patterns.nbym import solve_nbym
 from lobs.solvers.patterns.structured import solve_structured
-from lobs.solvers.least_squares import on_support, sweep_dtype
+from lobs.solvers.problem import Problem, choose_count
+from lobs.solvers.solution import Solution
 from lobs.targets import Block, ErrorBudget, NByM, Structured, Target
 
 

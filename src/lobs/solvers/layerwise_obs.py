@@ -11,10 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
-from lobs.solvers import scores
 from lobs.errors import SolverError
+from lobs.solvers import linalg, scores
 from lobs.solvers.kernels.rows import blocks, by_rows
 from lobs.solvers.masks import mask_from_order, removal_order
 from lobs.solvers.metric import Metric

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
 from lobs._system.distributed import process_group
+from lobs.solvers import linalg
 from lobs.solvers.kernels.rows import blocks, by_rows, listed
 from lobs.solvers.metric import Metric
 from lobs.solvers.problem import Problem, finish

@@ -17,15 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lobs.solvers import kernels
-
-from lobs.solvers import linalg
-
 from lobs._system import memory
 from lobs._system.distributed import process_group
+from lobs.solvers import kernels, linalg
 from lobs.solvers.kernels.rows import apart, by_rows, listed, restrict
-from lobs.solvers.problem import Problem
 from lobs.solvers.least_squares import single_precision, stacked, typical_independence
+from lobs.solvers.problem import Problem
 
 _POOL = 128  # at most so many on either side; more finds little more
 _LEAST_POOL = 32

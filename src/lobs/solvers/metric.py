@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
 from lobs.errors import ProblemError, caution
+from lobs.solvers import linalg
 
 # A column less than this share independent of the others is noise: moments are sums of float32
 # products.

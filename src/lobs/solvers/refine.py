@@ -8,10 +8,10 @@ import torch
 
 from lobs._system.distributed import process_group
 from lobs.errors import SolverError
+from lobs.solvers.least_squares import on_support, weighted_error
+from lobs.solvers.local_search import swap
 from lobs.solvers.problem import Problem, Solver, finish
 from lobs.solvers.solution import Solution
-from lobs.solvers.local_search import swap
-from lobs.solvers.least_squares import on_support, weighted_error
 from lobs.targets import Pattern, Target
 
 

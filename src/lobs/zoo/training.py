@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.optim.lr_scheduler import LRScheduler
 
-from lobs.zoo.datasets.labelled import LabelledImages
 from lobs._system.progress import Advance, shown, track
-from lobs.storage.train_state import TrainingState
 from lobs.calibration.forward import evaluating
+from lobs.storage.train_state import TrainingState
+from lobs.zoo.datasets.labelled import LabelledImages
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from lobs._system.stopwatch import Interval, median, speedup, take_turns
 from lobs.calibration.forward import batch_size, call
 from lobs.deploy.accelerate.fusing import fuse, replaced
 from lobs.deploy.accelerate.layerwise import LayerTiming, close, measure_layer, replaceable, runner
+from lobs.layers.hooks import before_forward
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,7 +150,7 @@ def _inputs(model: nn.Module, example: Any) -> dict[str, Tensor]:
             if args and isinstance(args[0], Tensor) and args[0].numel():
                 found.setdefault(name, args[0].detach().clone())
 
-        handles.append(module.register_forward_pre_hook(watch))
+        handles.append(before_forward(module, watch))
     try:
         call(model, example)
     finally:

@@ -16,6 +16,7 @@ from lobs.calibration.forward import call
 from lobs.deploy.accelerate.engines import ChainEngine
 from lobs.deploy.accelerate.layerwise import LayerTiming, best, close, replaceable, runner
 from lobs.deploy.accelerate.modules import FastSequential, same_as
+from lobs.layers.hooks import before_forward
 
 
 def fuse(
@@ -135,9 +136,7 @@ def _relus(modules: list[nn.Module]) -> list[bool]:
 
 def _first_input(model: nn.Module, module: nn.Module, example: Any) -> Tensor | None:
     found: list[Tensor] = []
-    handle = module.register_forward_pre_hook(
-        lambda _, args: found.append(args[0].detach().clone())
-    )
+    handle = before_forward(module, lambda _, args: found.append(args[0].detach().clone()))
     try:
         call(model, example)
     finally:

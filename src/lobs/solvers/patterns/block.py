@@ -14,13 +14,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lobs._system.progress import track
 from lobs.solvers import linalg
+from lobs.solvers.least_squares import on_support
 from lobs.solvers.masks import mask_from_order, removal_order
 from lobs.solvers.metric import Metric
 from lobs.solvers.problem import Problem
-from lobs._system.progress import track
 from lobs.solvers.solution import Solution
-from lobs.solvers.least_squares import on_support
 from lobs.targets import Block
 
 _BATCH_ELEMENTS = 2**25  # factor entries alive at once: 256 MB in float64

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lobs.solvers import kernels
-
-from lobs.solvers import linalg
+from lobs.solvers import kernels, linalg
 
 _BATCH_ELEMENTS = 2**25  # entries of inverses alive at once: 128 MB in float32
 _WORTH = 1e-6  # of a row's error: below this a swap is rounding

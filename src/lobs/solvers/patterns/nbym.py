@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lobs.solvers import kernels
 from lobs.solvers.kernels import Quota
+from lobs.solvers.least_squares import least_squares, on_support, sweep_dtype
 from lobs.solvers.metric import Metric
+from lobs.solvers.patterns.group_swaps import swap_within_groups
+from lobs.solvers.patterns.nbym_admm import Keeper, admm_mask
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
-from lobs.solvers.patterns.nbym_admm import Keeper, admm_mask
-from lobs.solvers.least_squares import least_squares, on_support, sweep_dtype
-from lobs.solvers.patterns.group_swaps import swap_within_groups
 from lobs.targets import NByM
 
 Method: TypeAlias = Literal["auto", "greedy", "admm"]

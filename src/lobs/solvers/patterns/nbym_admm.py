@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lobs.solvers.kernels import Quota
 from lobs.solvers.admm import ADMM
+from lobs.solvers.kernels import Quota
 
 STEPS = 13  # a pattern takes longer to finish than a count
 

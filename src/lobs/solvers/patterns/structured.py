@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import torch
 
+from lobs.solvers.least_squares import on_support
 from lobs.solvers.masks import mask_from_order, removal_order
+from lobs.solvers.patterns.block import block_path
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
-from lobs.solvers.patterns.block import block_path
-from lobs.solvers.least_squares import on_support
 from lobs.targets import Structured
 
 
