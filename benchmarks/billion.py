@@ -20,7 +20,7 @@ import lobs
 from lobs import Sparsity
 from lobs._system.memory import spelled
 from lobs._system.run_log import peak_bytes
-from lobs.solvers.auto import seconds_of
+from lobs.solvers.costs import ProblemShape
 
 # Rows, columns and how many of each in a block; blocks.
 SHAPES = {
@@ -40,7 +40,7 @@ def predict(steps: int) -> None:
     for name, (block, blocks) in SHAPES.items():
         weights = blocks * sum(rows * d * count for rows, d, count in block)
         seconds = blocks * sum(
-            count * seconds_of(lobs.ColumnSweep(steps=steps), 1, rows, d)
+            count * lobs.ColumnSweep(steps=steps).seconds(ProblemShape(1, rows, d))
             for rows, d, count in block
         )
         work = max(4 * d**2 + 9 * rows * d for rows, d, _ in block)

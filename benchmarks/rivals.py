@@ -41,7 +41,7 @@ from lobs import (
     zoo,
 )
 from lobs.layers import find_layers
-from lobs.solvers.auto import PRODUCT, costs
+from lobs.solvers.costs import COSTS
 from lobs.solvers.local_search import round_work, swap
 from lobs.zoo.datasets import mnist
 
@@ -140,7 +140,7 @@ def check_costs(folder: Path | None) -> None:
     for name, weight, moment, bias in problems(folder):
         problem = Problem(weight, moment, bias_column=bias, name=name)
         problem.metrics  # noqa: B018 - both need it
-        greedy, directions = costs(problem)
+        greedy, directions = (s.seconds(problem.shape) for s in (GreedyOBS(), ADMM()))
         if greedy > 60:
             continue
         _, exact = timed(lambda p=problem: GreedyOBS().path(p), 1)  # type: ignore[misc]
@@ -166,7 +166,7 @@ def _round(problem: Problem, sparsity: float) -> tuple[float, float]:
     work = rows * round_work(
         int(first[0].sum()) / rows, problem.weight.shape[1] - problem.protected
     )
-    return seconds, PRODUCT * work / 1e9
+    return seconds, COSTS.product * work / 1e9
 
 
 def main() -> None:
