@@ -334,7 +334,7 @@ def track(label: str, total: int | None) -> Iterator[Advance]:
 
 
 def compiling(under_way: bool) -> None:
-    """Tell the display that a kernel is being compiled, or that it is done."""
+    """Inform the display that a kernel is being compiled, or that it is done."""
     for display in _open:
         with display.lock:
             display.compiling = max(0, display.compiling + (1 if under_way else -1))

@@ -105,7 +105,7 @@ def announce(path: object, json: bool) -> None:
 
 
 def leads() -> bool:
-    """Tell whether this process speaks for all that torchrun has started."""
+    """Return whether this process speaks for all that torchrun has started."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -53,7 +53,7 @@ def train(
     It takes half a minute for lenet300, two minutes for lenet5, most of an hour for cifarnet.
 
     Example:
-      lobs train lenet300 --seed 1 --out mine.safetensors
+      lobs train lenet300 --seed 1 --out my-lenet.safetensors
     """
     from lobs import zoo
     from lobs.errors import LobsError
