@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lobs
-from lobs import LobsError
+from lobs import Certificate, LobsError
 from lobs.cli import app
 from lobs.deploy import Acceleration
 from lobs.pruning.result import LayerResult
@@ -39,6 +39,22 @@ def test_the_summary_leads_with_the_gain(result):
 def test_the_summary_of_extremes_claims_no_gain(result, kept, lead):
     layer = LayerResult("fc", (16, 20), kept, 320, 0.0, 0.0, 0.0, 0.0, 80)
     assert replace(result, layers=(layer,)).summary().startswith(f"{lead}: {kept} of 320 kept")
+
+
+@pytest.mark.parametrize(
+    ("certificate", "line"),
+    [
+        (Certificate(0.75, 0.9, 0.5), "0.5 measured, at most 0.75 proven (root mean square"),
+        (Certificate(0.75, 0.9, 0.75), "0.75 measured (root mean square"),
+        (Certificate(0.75, 0.9), "at most 0.75 proven (root mean square"),
+        (Certificate(0.75, 0.9, 0.5, held_out=0.6), "0.5 measured, 0.6 on held-out inputs, at"),
+        (Certificate(None, None, 0.5, reason="a loop"), "0.5 measured (root mean square"),
+    ],
+)
+def test_the_summary_says_how_far_the_output_moved(result, certificate, line):
+    text = replace(result, certificate=certificate).summary()
+    assert f"Output change: {line}" in text
+    assert ("No bound: a loop." in text) == (certificate.bound is None)
 
 
 def test_a_result_shows_itself_in_one_line_without_tensors(result):

@@ -15,6 +15,7 @@ from lobs.calibration.batch_norm import BatchNormEffect
 from lobs.certificate.bound import Certificate, refuse
 from lobs.errors import FileError
 from lobs.pruning.preview import BudgetPreview
+from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
 from lobs.storage import checkpoint
 from lobs.storage.outputs import ONNX, PAGE, PROGRAM, SAFETENSORS, output_path
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
     from lobs.deploy.accelerate import Acceleration
     from lobs.deploy.export import OnnxFile
     from lobs.storage.compact import CompactFile
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Count weights by sensitivity, in steps of log₁₀."""
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    zeros: int
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,12 @@ def _cells(layer: LayerResult) -> tuple[str, ...]:
 def _change(result: PruningRecord) -> str:
     """Describe how far the network's output moved, and how far it can have moved."""
     found = result.certificate
-    parts = [] if found.measured is None else [f"{found.measured:.4g} measured"]
+    measured, bound = (None if x is None else f"{x:.4g}" for x in (found.measured, found.bound))
+    parts = [] if measured is None else [f"{measured} measured"]
     if found.held_out is not None:
         parts.append(f"{found.held_out:.4g} on held-out inputs")
-    if found.bound is not None:
-        parts.append(f"at most {found.bound:.4g} proven")
+    if bound not in (None, measured):  # a bound that equals the measurement adds nothing
+        parts.append(f"at most {bound} proven")
     samples = result.settings.get("samples")
     unit = "root mean square" + (f", {samples:,} calibration samples" if samples else "")
     line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."

@@ -16,12 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from lobs.errors import MaskError
+from lobs.layers.hooks import after_step, before_step, on_gradient
 
 _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile; DataParallel, AveragedModel
 
@@ -45,14 +42,14 @@ class Hold:
         for name in self.masks:
             tensor = self._tensor(name)
             if tensor.requires_grad:
-                self._handles.append(tensor.register_hook(self._zero_gradient(name)))  # type: ignore[no-untyped-call]
+                self._handles.append(on_gradient(tensor, self._zero_gradient(name)))
         if optimizer is None:  # hook all optimisers; a step of another network's changes nothing
-            self._handles.append(register_optimizer_step_pre_hook(self._before))
-            self._handles.append(register_optimizer_step_post_hook(self._after))
+            self._handles.append(before_step(None, self._before))
+            self._handles.append(after_step(None, self._after))
         else:
             self._before(optimizer)
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(self._after))
+            self._handles.append(before_step(optimizer, self._before))
+            self._handles.append(after_step(optimizer, self._after))
 
     def __repr__(self) -> str:
         removed = sum(int(gone.sum()) for gone in self._removed.values())

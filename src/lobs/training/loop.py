@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs._system.progress import track
-from lobs.calibration.batches import told as user_errors
+from lobs.calibration.batches import user_code
 from lobs.calibration.forward import call, evaluating
 from lobs.errors import TrainingError
 from lobs.storage.train_state import TrainingState
@@ -64,7 +64,7 @@ class TrainingLoop:
         outputs = call(state.model, batch)
         wanted = self._wanted(batch, outputs)
         shapes = f"outputs of shape {tuple(outputs.shape)} and labels of shape"
-        with user_errors(f"the loss of {shapes} {tuple(wanted.shape)}"):
+        with user_code(f"the loss of {shapes} {tuple(wanted.shape)}"):
             loss = self._loss(outputs, wanted)
         if not bool(torch.isfinite(loss)):
             done = state.counters["iteration"]
@@ -127,7 +127,7 @@ class TrainingLoop:
         if self.settings.evaluate is not None:
             # Evaluation must not change what training draws next.
             with torch.random.fork_rng(devices=[]):
-                with user_errors("evaluate"):
+                with user_code("evaluate"):
                     score = float(self.settings.evaluate(state.model))
                 state.counters["history"].append([state.counters["iteration"], score])
 
