@@ -185,6 +185,15 @@ def test_a_summary_names_three_layers_and_counts_the_others():
             metric.metric(torch.ones(4, 4), name=f"layer 'l{index}'")
 
 
+def test_runs_inside_a_run_leave_the_summary_to_it():
+    with pytest.warns(NumericalWarning) as given, warning_once():
+        for _ in range(2):
+            with warning_once():
+                metric.metric(torch.ones(4, 4), name="layer 'a'")
+        assert not given
+    assert len(given) == 1
+
+
 def test_a_run_that_fails_gives_its_error_and_no_summary():
     with warnings.catch_warnings():
         warnings.simplefilter("error", NumericalWarning)
