@@ -66,8 +66,8 @@ def main() -> None:
     print(result.summary())
 
     with tempfile.TemporaryDirectory() as folder:
-        file = lobs.save_compact(
-            Path(folder) / "net.safetensors", result.model, result.masks, result.record()
+        file = lobs.storage.save_compact(
+            result.model, Path(folder) / "net.safetensors", result.masks, result.record()
         )
         print(f"dense weights {file.dense_bytes:,} bytes, compact file {file.file_bytes:,} bytes")
         again = Net()

@@ -79,9 +79,9 @@ def main() -> None:
             use_cpu=True,
             disable_tqdm=True,
         )
-        callback = lobs.trainer_callback(result.masks)
+        callback = lobs.training.trainer_callback(result.masks)
         Trainer(result.model, settings, train_dataset=data, callbacks=[callback]).train()
-    revived = lobs.apply_masks(result.model, result.masks)
+    revived = lobs.training.apply_masks(result.model, result.masks)
     print(
         f"after fine-tuning {sum(revived.values())} of {result.total - result.kept:,} zeros were "
         "lost"

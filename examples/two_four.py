@@ -31,7 +31,7 @@ def main() -> None:
     assert ours < dense + 0.3
 
     try:
-        _, converted = lobs.to_semi_structured(
+        _, converted = lobs.deploy.to_semi_structured(
             result.model.half() if torch.cuda.is_available() else result.model
         )
         print(f"semi-structured now: {', '.join(converted)}")

@@ -185,8 +185,8 @@ def test_a_file_cannot_run_code_that_the_user_did_not_name(tmp_path):
 
     path = tmp_path / "evil.safetensors"
     lobs.save(
-        path,
         {"w": torch.zeros(2)},
+        path,
         {"w": torch.zeros(2, dtype=torch.bool)},
         {"network": "os:abort", "origin": "os:abort"},
     )
@@ -202,8 +202,8 @@ def test_a_damaged_record_is_one_clear_line(tmp_path, record):
     import lobs
 
     path = lobs.save(
-        tmp_path / "x.safetensors",
         {"w": torch.zeros(2)},
+        tmp_path / "x.safetensors",
         {"w": torch.zeros(2, dtype=torch.bool)},
         record,
     )
@@ -502,12 +502,12 @@ def test_a_result_that_does_not_hold_is_exit_code_1_through_main(tmp_path, monke
     from lobs.cli import main
 
     lobs.save(
-        tmp_path / "x.safetensors",
         {"w": torch.zeros(2)},
+        tmp_path / "x.safetensors",
         {"w": torch.tensor([True, False])},
         {"origin": None},
     )
-    lobs.save(tmp_path / "tuned.safetensors", {"w": torch.ones(2)})
+    lobs.save({"w": torch.ones(2)}, tmp_path / "tuned.safetensors")
     monkeypatch.setattr(
         sys,
         "argv",

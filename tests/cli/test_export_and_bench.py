@@ -104,7 +104,7 @@ def test_verify_tells_which_layer_lost_what(small, tmp_path):
     saved = lobs.load(small)
     state = {n: t.clone() for n, t in saved.state_dict.items()}
     state["fc2.weight"].add_(0.5)
-    lobs.save(tmp_path / "finetuned.safetensors", state)
+    lobs.save(state, tmp_path / "finetuned.safetensors")
     result = invoke("verify", small, "--weights", tmp_path / "finetuned.safetensors")
     assert result.exit_code == 1
     gone = f"{int((~saved.masks['fc2.weight']).sum()):,}"

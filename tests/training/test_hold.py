@@ -85,7 +85,7 @@ def test_zeros_hold_through_any_optimizer(name, given):
 def test_without_the_hold_momentum_revives_zeros():
     model = network()
     masks = random_masks(model)
-    lobs.apply_masks(model, masks)
+    lobs.training.apply_masks(model, masks)
     fit(model, OPTIMIZERS["sgd"](model.parameters()))
     assert revived(model, masks) > 30
 
@@ -184,7 +184,7 @@ def test_a_deepcopy_keeps_zeros_and_can_be_held_itself(tmp_path):
     assert revived(twin, masks) == 0
     with lobs.hold(twin, masks):
         fit(twin, OPTIMIZERS["sgd"](twin.parameters()))
-    saved = lobs.load(lobs.save(tmp_path / "x.safetensors", twin, masks))
+    saved = lobs.load(lobs.save(twin, tmp_path / "x.safetensors", masks))
     assert revived(twin, saved.masks) == 0 and all(
         torch.equal(saved.masks[n], m) for n, m in masks.items()
     )
@@ -202,7 +202,7 @@ def test_moving_averages_stay_sparse():
             fit(model, optimizer, 1)
             average.update_parameters(model)
     assert revived(average.module, masks) == 0
-    assert lobs.apply_masks(average, masks) == dict.fromkeys(
+    assert lobs.training.apply_masks(average, masks) == dict.fromkeys(
         masks, 0
     )  # names are found inside the wrapper
 
@@ -258,7 +258,7 @@ def test_a_part_named_as_a_wrapper_names_things_is_not_taken_for_another():
             self.module, self.a = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.Linear(2, 2)
 
     model = Own()
-    lobs.apply_masks(model, {"a.weight": torch.zeros(2, 2, dtype=torch.bool)})
+    lobs.training.apply_masks(model, {"a.weight": torch.zeros(2, 2, dtype=torch.bool)})
     assert not model.a.weight.any() and model.module["a"].weight.any()
 
 
@@ -285,4 +285,4 @@ def test_an_optimiser_inside_another_is_found():
 def test_a_transposed_update_is_refused():
     mask = torch.ones(4, 6, dtype=torch.bool)
     with pytest.raises(lobs.LobsError, match="transposed"):
-        lobs.merge_lora(torch.randn(4, 6), torch.randn(2, 4), torch.randn(6, 2), mask)
+        lobs.training.merge_lora(torch.randn(4, 6), torch.randn(2, 4), torch.randn(6, 2), mask)

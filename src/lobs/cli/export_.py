@@ -76,7 +76,7 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
     record = {
         key: value for key, value in saved.record.items() if key != "preview"
     }  # the report's curves can outweigh a network
-    done = save_compact(target, saved.state_dict, saved.masks, record, values=cast(Values, values))
+    done = save_compact(saved.state_dict, target, saved.masks, record, values=cast(Values, values))
     others = dense_sizes(saved.state_dict)
     if json:
         documents = [{**asdict(t), "stored_bytes": t.stored_bytes} for t in done.tensors]
@@ -138,7 +138,7 @@ def _program(network: str, target: Path, form: str, trust: bool, json: bool) -> 
     example = take(subject.first(), 2)
     facts: dict[str, Any]
     if form == "onnx":
-        done = export_onnx(target, subject.model, example)
+        done = export_onnx(subject.model, target, example)
         facts = {
             "opset": done.opset,
             "inputs": list(done.inputs),
@@ -146,7 +146,7 @@ def _program(network: str, target: Path, form: str, trust: bool, json: bool) -> 
         }
         words = f"ONNX opset {done.opset}; onnxruntime differs from torch by {done.largest_difference:.1e} at most"
     else:
-        export_program(subject.model, example, target)
+        export_program(subject.model, target, example)
         facts, words = {}, "a torch.export program; its answer on an example is the network's"
     if json:
         print_json({"network": network, "out": str(target), "format": form, **facts})

@@ -95,7 +95,7 @@ def retrain(
         "retraining": {"iterations": found.iterations, "history": found.history},
         "after": found.error,
     }
-    path = checkpoint.save(out, found.model, saved.masks, record)
+    path = checkpoint.save(found.model, out, saved.masks, record)
     if json:
         print_json(
             {
@@ -168,7 +168,7 @@ def prune_in_stages(
     path = None
     if out is not None:
         path = checkpoint.save(
-            out, done.model, done.masks, {**subject.provenance(), "stages": rows}
+            done.model, out, done.masks, {**subject.provenance(), "stages": rows}
         )
     if json:
         print_json(

@@ -56,7 +56,7 @@ def shrink(
             "before": before,
             "after": after,
         }
-        checkpoint.save(out, smaller, record=record)
+        checkpoint.save(smaller, out, record=record)
     if json:
         written = {} if out is None else {"network": str(out)}
         print_json(

@@ -56,7 +56,7 @@ def train(
     seconds = time.perf_counter() - began
     error = error_rate(model, sets.load(entry.data, "test").batches())
     record = {"network": network, "test_error": error, "seed": seed, "recipe": asdict(recipe)}
-    path = checkpoint.save(target, model, record=record)
+    path = checkpoint.save(model, target, record=record)
     if json:
         print_json({**record, "seconds": seconds, "path": str(path)})
         return

@@ -221,7 +221,7 @@ class PruningResult(PruningRecord):
     def save(self, path: str | os.PathLike[str], **extra: Any) -> Path:
         """Write weights, masks and the record to a safetensors file; `extra` joins the record."""
         preview = {} if self.preview is None else {"preview": asdict(self.preview)}
-        return checkpoint.save(path, self.model, self.masks, {**self.record(), **preview, **extra})
+        return checkpoint.save(self.model, path, self.masks, {**self.record(), **preview, **extra})
 
 
 def _layer(row: Mapping[str, Any]) -> LayerResult:

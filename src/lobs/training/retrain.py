@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from lobs.calibration.batches import told
-from lobs.errors import TrainingError
-from lobs.training.hold import hold
 from lobs._system.progress import shown, track
-from lobs.storage.train_state import Run
+from lobs.calibration.batches import told
 from lobs.calibration.forward import call, evaluating
+from lobs.errors import TrainingError
+from lobs.storage.train_state import Run
+from lobs.training.hold import hold
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

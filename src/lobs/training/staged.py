@@ -15,14 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lobs.pruning.options import check
-from lobs.storage.checkpoint import load, save
 from lobs.errors import FileError, TrainingError
-from lobs.storage.atomic import make_folder
-from lobs.storage.run_store import weights_hash
 from lobs.pruning.api import prune
-from lobs.training.retrain import Retraining, check_training, retrain
+from lobs.pruning.options import check
+from lobs.storage.atomic import make_folder
+from lobs.storage.checkpoint import load, save
+from lobs.storage.run_store import weights_hash
 from lobs.targets import Budget, Sparsity, Target, as_target
+from lobs.training.retrain import Retraining, check_training, retrain
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _keep(
     result: StageResult,
 ) -> None:
     if file is not None:
-        save(file, model, masks, {**record, "result": vars(result)})
+        save(model, file, masks, {**record, "result": vars(result)})
 
 
 def _finished(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lobs._system.stopwatch import Interval, median, speedup, take_turns
 from lobs.deploy.accelerate.acceleration import Acceleration, accelerate
 from lobs.deploy.accelerate.layerwise import LayerTiming
-from lobs._system.stopwatch import Interval, median, speedup, take_turns
 
 __all__ = [
     "Acceleration",

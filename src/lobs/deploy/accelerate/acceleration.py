@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.progress import shown, track
+from lobs._system.stopwatch import Interval, median, speedup, take_turns
 from lobs.calibration.forward import batch_size, call
 from lobs.deploy.accelerate.fusing import fuse, replaced
 from lobs.deploy.accelerate.layerwise import LayerTiming, close, measure_layer, replaceable, runner
-from lobs._system.stopwatch import Interval, median, speedup, take_turns
 
 
 @dataclass(frozen=True, eq=False)

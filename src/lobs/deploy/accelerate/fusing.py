@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lobs._system.stopwatch import median, speedup, take_turns
 from lobs.calibration.forward import call
 from lobs.deploy.accelerate.engines import ChainEngine
 from lobs.deploy.accelerate.layerwise import LayerTiming, best, close, replaceable, runner
 from lobs.deploy.accelerate.modules import FastSequential, same_as
-from lobs._system.stopwatch import median, speedup, take_turns
 
 
 def fuse(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lobs.errors import CalibrationError
+from lobs._system.stopwatch import Samples, median, speedup, take_turns
 from lobs.deploy.accelerate.engines import ChainEngine, ConvEngine, Engine
 from lobs.deploy.accelerate.modules import fast_layer
-from lobs._system.stopwatch import Samples, median, speedup, take_turns
 from lobs.deploy.accelerate.torch_engines import BsrEngine, CsrEngine, ShrunkEngine
+from lobs.errors import CalibrationError
 
 _EXACT = 1e-4  # of the largest output: what another order of float32 sums may move
 
