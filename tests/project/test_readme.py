@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks import chart
 
 ROOT = Path(__file__).parents[2]
