@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,3 +171,27 @@ def test_every_link_between_pages_leads_to_a_page_and_a_heading():
 def _anchor(heading: str) -> str:
     """Return the anchor that mkdocs gives a heading."""
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def test_the_site_fetches_nothing_from_elsewhere():
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.search(r"^  - offline", settings, flags=re.M)
+    shim = re.search(r"polyfills: \[(.*iframe-worker.*)\]", settings)[1]
+    assert (ROOT / "docs" / shim).is_file()
+
+
+@pytest.mark.slow
+def test_the_search_works_on_a_page_that_is_opened_from_a_folder(tmp_path):
+    pytest.importorskip("mkdocs")
+    browser = shutil.which("chromium") or pytest.skip("no chromium")
+    site = tmp_path / "site"
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site]
+    subprocess.run(build, cwd=ROOT, check=True)
+    pages = list(site.glob("*.html"))
+    assert len(pages) > 15
+    assert not [page for page in pages if re.search(r'src="https?:', page.read_text("utf-8"))]
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --virtual-time-budget=9000"
+    look = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    address = (site / "index.html").as_uri() + "?q=damping"
+    shown = subprocess.run([*look, address], capture_output=True, text=True, timeout=120).stdout
+    assert re.search(r"\d+ matching documents", shown)
