@@ -193,5 +193,5 @@ def test_the_search_works_on_a_page_that_is_opened_from_a_folder(tmp_path):
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --virtual-time-budget=9000"
     look = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     address = (site / "index.html").as_uri() + "?q=damping"
-    shown = subprocess.run([*look, address], capture_output=True, text=True, timeout=120).stdout
+    shown = subprocess.check_output([*look, address], text=True, timeout=120)
     assert re.search(r"\d+ matching documents", shown)
