@@ -41,7 +41,7 @@ PRIVATE = {
 VAGUE = ("so many", "so much of", "what is what", "and so on and so forth")
 
 # A word may stand inside an identifier: `_told`, `told_by`, `toldSo`; not inside another word.
-PRIVATE_WORD = re.compile(rf"(?<![A-Za-z])({'|'.join(PRIVATE)})(?![a-z])", flags=re.I)
+PRIVATE_WORD = re.compile(rf"(?<![A-Za-z])((?i:{'|'.join(PRIVATE)}))(?![a-z])")
 FENCE = re.compile(r"^( *)```.*?^\1```", flags=re.S | re.M)
 ABBREVIATION = re.compile(r"\b(al|e\.g|i\.e|cf|vs|No|Eq|[A-Z])\.(?=\s)")
 END = re.compile(r"(?<=[.!?])[\"”)*_]*\s+(?=[\"“(*_`]*[A-Z0-9Ψ])")
