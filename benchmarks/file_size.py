@@ -1,6 +1,8 @@
-"""How small do files get? Pruned LeNets as compact files against dense ones, gzip and zstd.
+"""Compare compact files of pruned LeNets with dense files, gzip and zstd.
 
-python -m benchmarks.file_size [--samples 5000]
+    python -m benchmarks.file_size [--samples 5000]
+
+LeNet-300-100 keeps 7 %, LeNet-5 the paper's fractions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong, in words that name the layer, the number and the remedy."""
+"""Errors and warnings. Each names the layer, the number and the remedy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 
 class LobsError(Exception):
@@ -26,7 +27,7 @@ class CalibrationError(LobsError):
 
 
 class UnsupportedLayerError(LobsError, TypeError):
-    """A layer that `lobs` will not prune, with the reason why."""
+    """A layer that `lobs` does not prune, with the reason."""
 
 
 class SolverError(LobsError, ValueError):
@@ -34,7 +35,7 @@ class SolverError(LobsError, ValueError):
 
 
 class ProcessGroupError(LobsError):
-    """Processes that share a job and have lost each other."""
+    """A process group that lost a process."""
 
 
 class FileError(LobsError):
@@ -46,7 +47,7 @@ class MaskError(LobsError, ValueError):
 
 
 class ExportError(LobsError):
-    """A network that cannot be handed on in the form that was asked for."""
+    """A network that cannot be exported in the format that was asked for."""
 
 
 class DataError(LobsError):
@@ -54,46 +55,97 @@ class DataError(LobsError):
 
 
 class TrainingError(LobsError, ValueError):
-    """A training run whose parts do not fit, or whose loss ran away."""
+    """A training run whose arguments do not fit, or whose loss diverged."""
 
 
 class NumericalWarning(UserWarning):
-    """The answer stands, but a number had to be helped: it says which and by how much."""
+    """The result is valid, but a matrix was regularised; the message says which and by how much."""
 
 
-_said: ContextVar[set[str] | None] = ContextVar("said", default=None)
+# What the notes about single layers add up to, by kind: what happened, and what to make of it.
+_KINDS = {
+    "regularised": ("needed regularisation", "Normal for image borders and units that never fire."),
+    "few samples": (
+        "had fewer samples than inputs",
+        "Their errors say little about new data: use more calibration samples.",
+    ),
+}
+_NAMED = 3  # layers that a summary names
+
+
+@dataclass
+class _Notes:
+    """Warnings that a block has given, and notes that it sums up at its end."""
+
+    matters: set[str] = field(default_factory=set)
+    layers: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Return one line about all layers, or nothing."""
+        parts = []
+        for kind, (happened, advice) in _KINDS.items():
+            found = self.layers.get(kind, {})
+            if found:
+                named = [f"{layer}: {detail}" for layer, detail in list(found.items())[:_NAMED]]
+                more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
+                count = "1 layer" if len(found) == 1 else f"{len(found)} layers"
+                parts.append(f"{count} {happened} ({'; '.join(named + more)}). {advice}")
+        return " ".join(parts)
+
+
+_notes: ContextVar[_Notes | None] = ContextVar("lobs_notes", default=None)
 
 
 @contextmanager
-def saying_once() -> Iterator[None]:
-    """For the length of a block, cautions about the same matter come once, however their numbers change from pass to pass."""
-    token = _said.set(set())
+def warning_once() -> Iterator[None]:
+    """Inside this block, give each warning with a `matter` only once.
+
+    Notes about layers are summed up in one warning at its end, unless it fails.
+    """
+    notes = _Notes()
+    token = _notes.set(notes)
     try:
         yield
     finally:
-        _said.reset(token)
+        _notes.reset(token)
+    if text := notes.summary():
+        caution(text)
+
+
+def note_layer(kind: str, layer: str, detail: str, message: str) -> None:
+    """Note that a layer's problem was regularised; a block of `warning_once` sums notes up.
+
+    Args:
+        kind: "regularised" or "few samples".
+        layer: the layer's name.
+        detail: a few words about it, for the summary.
+        message: the whole sentence, given at once where nothing sums it up.
+    """
+    notes = _notes.get()
+    if notes is None:
+        caution(message)
+    else:
+        notes.layers.setdefault(kind, {}).setdefault(layer, detail)
 
 
 def caution(message: str, matter: str | None = None) -> None:
-    """Give a `NumericalWarning` the place where the user's code called `lobs`; a line of ours would say nothing to them.
+    """Give a `NumericalWarning` at the line where the user's code called `lobs`.
 
-    Counted frames would not find it: between two of ours there may be frames of torch's or of the
-    standard library's. What is said of a `matter` is said once where `saying_once`.
+    Frames of torch or of the standard library may lie between two of ours, so frames are not
+    counted but searched. Inside `warning_once` a warning with the same `matter` comes only once.
     """
-    said = _said.get()
-    if said is not None and matter is not None:
-        if matter in said:
+    notes = _notes.get()
+    if notes is not None and matter is not None:
+        if matter in notes.matters:
             return
-        said.add(matter)
+        notes.matters.add(matter)
     place = frame = sys._getframe(1)
     while frame.f_back is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
         frame = frame.f_back
         place = frame if ours else place
     scope = place.f_globals
-    registry = scope.setdefault(
-        "__warningregistry__", {}
-    )  # where Python keeps what has been said here
+    registry = scope.setdefault("__warningregistry__", {})  # Python's record of warnings given
     warnings.warn_explicit(
         message,
         NumericalWarning,

@@ -19,7 +19,6 @@ from torch import nn
 import lobs
 from lobs.certificate.bound import Certificate
 from lobs.errors import FileError, LobsError
-from lobs.pruning.result import Histogram
 from lobs.report import (
     Run,
     figures,
@@ -32,6 +31,7 @@ from lobs.report import (
     write_report,
 )
 from lobs.report.tables import environment
+from lobs.solvers.scores import Histogram
 
 HOSTILE = [
     '<img src="https://evil.example/x">',

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 import lobs, lobs.storage.run_store
 
-lobs.storage.run_store._SHORTEST_SECONDS, lobs.storage.run_store._LARGEST_SHARE = 0.0, 1e9  # save after every batch
+lobs.storage.run_store._SHORTEST_SECONDS = 0.0  # save after every batch
+lobs.storage.run_store._LARGEST_SHARE = 1e9
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(
@@ -34,7 +35,8 @@ model = nn.Sequential(
 batches = [torch.randn(30, 16) for _ in range(4)]
 
 def run(out, folder=None):
-    lobs.prune(model, batches, keep=0.3, progress=False, execution=lobs.Execution(resume=folder)).save(out)
+    execution = lobs.Execution(resume=folder)
+    lobs.prune(model, batches, keep=0.3, progress=False, execution=execution).save(out)
 
 def content(path):
     saved = lobs.load(path)

@@ -264,7 +264,7 @@ def test_a_part_named_as_a_wrapper_names_things_is_not_taken_for_another():
 
 def test_an_optimiser_inside_another_is_found():
     class Prepared(torch.optim.Optimizer):
-        """What a training library hands out: an optimiser that was never initialised as one, around one that was."""
+        """A wrapper as training libraries make it: itself never initialised as an optimiser."""
 
         def __init__(self, optimizer):
             self.optimizer = optimizer
@@ -286,3 +286,27 @@ def test_a_transposed_update_is_refused():
     mask = torch.ones(4, 6, dtype=torch.bool)
     with pytest.raises(lobs.LobsError, match="transposed"):
         lobs.training.merge_lora(torch.randn(4, 6), torch.randn(2, 4), torch.randn(6, 2), mask)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimiser_of_another_network_is_refused(kind):
+    dense, small = nn.Linear(3, 2), nn.Linear(3, 2)
+    masks = {"weight": torch.zeros(2, 3, dtype=torch.bool)}
+    before = small.weight.detach().clone()
+    right = rf"such as torch\.optim\.{kind.__name__}\(model\.parameters\(\), …\)"
+    with pytest.raises(LobsError, match=f"none of the masked parameters.*{right}"):
+        lobs.hold(small, masks, kind(dense.parameters(), 0.1))
+    assert torch.equal(small.weight, before)
+    with pytest.raises(LobsError, match=r"optimizer is a list: give a torch\.optim optimiser"):
+        lobs.hold(small, masks, list(small.parameters()))
+
+
+def test_an_optimiser_beside_frozen_pruned_layers_is_taken():
+    # Frozen weights cannot change, so training the other layers alone is no mistake.
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    mask = torch.zeros(3, 3, dtype=torch.bool)
+    with lobs.hold(model, {"0.weight": mask}, torch.optim.SGD(model[1].parameters(), 0.1)) as held:
+        assert not model[0].weight.any()
+        assert repr(held) == "Hold(9 weights of 1 tensors at zero)"
+    assert repr(held) == "Hold(9 weights of 1 tensors at zero, hooks removed)"

@@ -16,9 +16,9 @@ from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches, guarded
-from lobs.errors import LobsError, caution, saying_once
+from lobs.errors import LobsError, caution, warning_once
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
-from lobs.pruning.forecast import Forecast, taken_in_the_end
+from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
 from lobs.pruning.options import Options, PruneOptions, checked
 from lobs.pruning.result import PruningResult
@@ -127,13 +127,25 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     limit = asked.execution.memory_bytes
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
-        saying_once(),
+        warning_once(),
         limited(limit, taken),
-        shown(progress and group.leads),
+        shown(progress and group.leads, steps=_steps(asked), layers=_costs(asked)),
         use_group(group),
         recorded_run(asked.execution.log if group.leads else None) as log,
     ):
         yield log
+
+
+def _steps(asked: Options) -> list[str]:
+    """Return the steps of the run in the words that the progress display shows."""
+    rounds = ["allocate", "prune"] * asked.rounds if asked.shared else ["prune"]
+    refit = ["refit"] if asked.refit == "network" else []
+    return ["calibrate", *rounds, *refit, "measure"]
+
+
+def _costs(asked: Options) -> dict[str, float]:
+    """Return about how dear each layer is, in multiply-adds of one pass over its moment."""
+    return {layer.name: layer.weight.numel() * float(layer.columns) for layer in asked.layers}
 
 
 @contextmanager
@@ -162,14 +174,17 @@ def _forecasted(model: nn.Module, data: Batches, asked: Options) -> Forecast:
         data,
         list(asked.layers),
         asked.solver,
-        inputs=asked.inputs,
-        shared=asked.shared,
-        rounds=rounds,
-        looks=looks,
-        target=asked.target,
-        damped=asked.numerics.damping is not None,
-        batch_norm=asked.numerics.batch_norm,
-        compensation=(asked.refit, asked.refit_work),
+        Workload(
+            target=asked.target,
+            inputs=asked.inputs,
+            shared=asked.shared,
+            rounds=rounds,
+            looks=looks,
+            damped=asked.numerics.damping is not None,
+            batch_norm=asked.numerics.batch_norm,
+            refit=asked.refit,
+            refit_work=asked.refit_work,
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
 from lobs.pruning.preview import BudgetPreview, preview_budgets
 from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
-from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
+from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
 T = TypeVar("T")
 
@@ -53,6 +53,19 @@ class Session:
     _influences: int = 0
     _losses: dict[str, RowLosses] = field(default_factory=dict)
     _sharing: tuple[Sparsity | Budget, Mapping[str, float] | None] | None = None
+
+    def with_options(self, options: Options) -> Session:
+        """Return a session for another target that shares this one's moments and error curves.
+
+        Its runs are not stored: they would be confused with this session's.
+        """
+        other = Session(self.model, self.batches, options, pass_bytes=self.pass_bytes)
+        other.calibration = self.calibration
+        if options.shared:
+            if not self._losses:
+                self._measure_curves()
+            other.influence, other._losses = self.influence, self._losses
+        return other
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -139,7 +152,7 @@ class Session:
                 uses = self._flops_each()
                 spent = sum(uses[name] * n for name, n in self.prunable.items())
                 return self.allocated(target, max(0.0, spent - flops), uses)
-            case Structured():
+            case Pattern():
                 target = target.inside(list(self.calibration))
         return {layer.name: for_layer(target, layer.name) for layer in self.layers}
 

@@ -1,4 +1,4 @@
-"""Sparse networks that run faster: engines for layers, stopwatches, and `accelerate`, which decides by measuring."""
+"""Make sparse networks run faster: time several implementations of every layer, keep the best."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def _check_device(weight: object) -> None:
     if weight.device.type != "cuda":
         raise ExportError(
             f"the layers are 2:4, but the network is on '{weight.device.type}': torch has 2:4 "
-            "kernels only for CUDA devices of compute capability 8.0 or more. Move it there in float16 or "
-            "bfloat16."
+            "kernels only for CUDA devices of compute capability 8.0 or more. Move it there "
+            "in float16 or bfloat16."
         )
     major, minor = torch.cuda.get_device_capability(weight.device)
     if major < 8:
