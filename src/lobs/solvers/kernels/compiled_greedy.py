@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lobs.solvers.kernels import Quota
-from lobs.solvers.kernels.compiling import compiled, spans
+from lobs.solvers.kernels.compiling import compiled, helper, spans
 from lobs._system.threads import workers
 from lobs._system.progress import track
 
@@ -59,39 +59,40 @@ def greedy_rows(
 
 @compiled
 def _greedy_span(inverse, weight, protected, group, allowed, order, losses):
-    d = weight.shape[1]
-    a = np.empty((d, d), weight.dtype)
-    u = np.empty((_PANEL, d), weight.dtype)
+    # Copies are written as loops: an assignment of slices takes three seconds to compile, because
+    # it also compiles the text of its error message.
+    d, steps = weight.shape[1], order.shape[1]
+    a, u = np.empty((d, d), weight.dtype), np.empty((_PANEL, d), weight.dtype)
+    w, diag, lock = (
+        np.empty(d, weight.dtype),
+        np.empty(d, weight.dtype),
+        np.empty(d, weight.dtype),
+    )
+    column_of, removed = np.empty(d, np.int64), np.empty(_PANEL, np.int64)
+    left = np.empty(len(allowed), np.int64)
     for row in range(weight.shape[0]):
-        a[:, :] = inverse
-        _greedy_row(
-            a, u, weight[row].copy(), protected, group, allowed.copy(), order[row], losses[row]
-        )
+        for g in range(len(allowed)):
+            left[g] = allowed[g]
+        for i in range(d):
+            for j in range(d):
+                a[i, j] = inverse[i, j]
+            w[i], diag[i], column_of[i] = weight[row, i], inverse[i, i], i
+            lock[i] = 0 if left[group[i]] > 0 else _LOCKED
+        alive = d
+        for start in range(0, steps, _PANEL):
+            panel = min(_PANEL, steps - start)
+            for t in range(panel):
+                q = _least_important(w, diag, lock, protected, alive)
+                order[row, start + t] = column_of[q]
+                losses[row, start + t] = _delete(a[q], u, t, q, w, diag, removed, alive)
+                _count_off(group, left, lock, column_of, column_of[q], alive)
+            if panel == _PANEL:
+                _sort(removed)
+                alive = _fill_holes(a, u, w, diag, lock, column_of, removed, alive)
+                _downdate(a, u, alive)
 
 
-@compiled
-def _greedy_row(a, u, w, protected, group, left, order, losses):
-    alive = w.shape[0]
-    lock = np.zeros_like(w)
-    for j in range(alive):
-        lock[j] = 0 if left[group[j]] > 0 else _LOCKED
-    column_of = np.arange(alive)
-    diag = np.diag(a).copy()
-    removed = np.empty(_PANEL, np.int64)
-    steps = len(order)
-    for start in range(0, steps, _PANEL):
-        panel = min(_PANEL, steps - start)
-        for t in range(panel):
-            q = _least_important(w, diag, lock, protected, alive)
-            order[start + t] = column_of[q]
-            losses[start + t] = _delete(a[q], u, t, q, w, diag, removed, alive)
-            _count_off(group, left, lock, column_of, column_of[q], alive)
-        if panel == _PANEL:
-            alive = _fill_holes(a, u, w, diag, lock, column_of, np.sort(removed), alive)
-            _downdate(a, u, alive)
-
-
-@compiled
+@helper
 def _least_important(w, diag, lock, protected, alive):
     least = w[protected] * w[protected] / diag[protected] + lock[protected]
     for j in range(protected, alive):  # a plain minimum vectorises, an argmin does not
@@ -109,7 +110,7 @@ def _least_important(w, diag, lock, protected, alive):
     return best
 
 
-@compiled
+@helper
 def _count_off(group, left, lock, column_of, column, alive):
     """Note that a column went, and lock the rest of its group if that was its last to give."""
     left[group[column]] -= 1
@@ -119,7 +120,7 @@ def _count_off(group, left, lock, column_of, column, alive):
                 lock[j] = _LOCKED
 
 
-@compiled
+@helper
 def _delete(row, u, t, q, w, diag, removed, alive):
     """Form the panel's t-th factor from row q of A, move the weights, return the loss."""
     c = u[t]
@@ -154,7 +155,7 @@ def _delete(row, u, t, q, w, diag, removed, alive):
     return loss
 
 
-@compiled
+@helper
 def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
     """Move the last survivors into the removed positions (sorted), so that the survivors stand at the front."""
     left = alive - len(holes)
@@ -186,13 +187,25 @@ def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
     return left
 
 
-@compiled
+@helper
+def _sort(numbers):
+    """Sort by insertion: numba's own sort takes a second to compile."""
+    for i in range(1, len(numbers)):
+        number = numbers[i]
+        j = i - 1
+        while j >= 0 and numbers[j] > number:
+            numbers[j + 1] = numbers[j]
+            j -= 1
+        numbers[j + 1] = number
+
+
+@helper
 def _downdate(a, u, alive):
     """A ← A − UᵀU on the surviving square, eight factors at a time."""
     for left in range(0, alive, _TILE):
         right = min(alive, left + _TILE)
         for s in range(0, _PANEL, 8):
-            i = 0
+            i = np.int64(0)
             while i + 4 <= alive:
                 _update_four(a, u, i, s, left, right)
                 i += 4
@@ -205,7 +218,7 @@ def _downdate(a, u, alive):
 # vectorises.
 
 
-@compiled
+@helper
 def _update_four(a, u, i, s, left, right):
     u0, u1, u2, u3 = (
         u[s, left:right],
@@ -237,7 +250,7 @@ def _update_four(a, u, i, s, left, right):
         r3[j] -= d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3 + d4 * x4 + d5 * x5 + d6 * x6 + d7 * x7
 
 
-@compiled
+@helper
 def _update_one(a, u, i, s, left, right):
     u0, u1, u2, u3 = (
         u[s, left:right],
@@ -258,7 +271,7 @@ def _update_one(a, u, i, s, left, right):
         r0[j] -= a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3 + a4 * x4 + a5 * x5 + a6 * x6 + a7 * x7
 
 
-@compiled
+@helper
 def _eight(u, s, i):
     return (
         u[s, i],

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from lobs.solvers.kernels.compiling import compiled
+from lobs.solvers.kernels.compiling import compiled, helper
 from lobs._system.threads import workers
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _swap_row(gram, group, error, worth, inverse, kept, mask, y, diagonal, off, 
         shut[group[a]] = True
 
 
-@compiled
+@helper
 def _best_pair(group, shut, y, diagonal, off, p, q, least):
     best = -1
     for i in range(len(p)):
@@ -77,7 +77,7 @@ def _best_pair(group, shut, y, diagonal, off, p, q, least):
     return best
 
 
-@compiled
+@helper
 def _column(gram, inverse, kept, start, column, past, sign, done, x, m):
     """M's column as it now stands: from the inverse at the start, less the updates since."""
     g = gram[column]
@@ -104,7 +104,7 @@ def _column(gram, inverse, kept, start, column, past, sign, done, x, m):
             m[j] -= f * z[j]
 
 
-@compiled
+@helper
 def _pivot(column, z, sign, done, m, y, diagonal, off, p, q):
     pivot = m[column]
     root = np.sqrt(abs(pivot))
@@ -118,7 +118,7 @@ def _pivot(column, z, sign, done, m, y, diagonal, off, p, q):
         off[i] -= sign[done] * z[p[i]] * z[q[i]]
 
 
-@compiled
+@helper
 def _dot(a, b):
     total = a[0] * 0
     for i in range(len(a)):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs.solvers.kernels.compiling import compiled, spans
+from lobs.solvers.kernels.compiling import compiled, helper, spans
 from lobs._system.threads import workers
 from lobs._system.progress import track
 
@@ -74,11 +74,11 @@ def _move_span(t, b, rows, columns, adding):
         _sweep(t[rows[i]], b[rows[i]], columns[i], adding)
 
 
-@compiled
+@helper
 def _settle(t, b, inside, least):
     m = t.shape[0]
     for moves in range(4 * m):
-        best, enters, leaves = 0.0, -1, -1
+        best, enters, leaves = 0.0, np.int64(-1), np.int64(-1)
         for q in range(m):
             if inside[q] or t[q, q] <= 1e-7:
                 continue
@@ -97,7 +97,7 @@ def _settle(t, b, inside, least):
     return 4 * m
 
 
-@compiled
+@helper
 def _cheapest(t, b, inside, q, weight):
     """Which variable is cheapest to drop once q has entered with this weight, and what that costs."""
     answer, pivot = t[q], t[q, q]
@@ -111,7 +111,7 @@ def _cheapest(t, b, inside, q, weight):
     return best, loss
 
 
-@compiled
+@helper
 def _sweep(t, b, k, adding):
     m = t.shape[0]
     row, bk = t[k].copy(), b[k]
