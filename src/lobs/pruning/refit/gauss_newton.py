@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp
+from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lobs.calibration.collect import collect_moments
@@ -24,6 +24,7 @@ from lobs.errors import ProcessGroupError, LobsError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
+from lobs.pruning.refit.reverse import vjp
 from lobs.calibration.forward import batch_size, call, main_output, plain_input
 
 INSIDE = 4  # conjugate-gradient steps

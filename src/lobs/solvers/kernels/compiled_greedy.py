@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lobs.solvers.kernels import Quota
-from lobs.solvers.kernels.compiling import compiled, helper, spans
+from lobs.solvers.kernels.compiling import compiled, helper, inlined, spans
 from lobs._system.threads import workers
 from lobs._system.progress import track
 
@@ -110,7 +110,7 @@ def _least_important(w, diag, lock, protected, alive):
     return best
 
 
-@helper
+@inlined
 def _count_off(group, left, lock, column_of, column, alive):
     """Note that a column went, and lock the rest of its group if that was its last to give."""
     left[group[column]] -= 1
@@ -187,7 +187,7 @@ def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
     return left
 
 
-@helper
+@inlined
 def _sort(numbers):
     """Sort by insertion: numba's own sort takes a second to compile."""
     for i in range(1, len(numbers)):
@@ -199,7 +199,7 @@ def _sort(numbers):
         numbers[j + 1] = number
 
 
-@helper
+@inlined
 def _downdate(a, u, alive):
     """A ← A − UᵀU on the surviving square, eight factors at a time."""
     for left in range(0, alive, _TILE):

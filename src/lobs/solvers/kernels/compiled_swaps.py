@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs.solvers.kernels.compiling import compiled, helper, spans
+from lobs.solvers.kernels.compiling import compiled, helper, inlined, spans
 from lobs._system.threads import workers
 from lobs._system.progress import track
 
@@ -74,7 +74,7 @@ def _move_span(t, b, rows, columns, adding):
         _sweep(t[rows[i]], b[rows[i]], columns[i], adding)
 
 
-@helper
+@inlined
 def _settle(t, b, inside, least):
     m = t.shape[0]
     for moves in range(4 * m):

@@ -18,23 +18,30 @@ _OPTIONS: dict[str, Any] = {
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a kernel that Python calls; it holds no GIL, and its machine code is cached on disk.
+    """Compile a kernel that Python calls. It releases the GIL, and its machine code is cached.
 
-    Where no folder is writable, it is compiled again in every process.
+    Where no folder is writable, every process compiles it again.
     """
     try:
-        return numba.njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # numba's word for "no folder to write to"
-        return numba.njit(**_OPTIONS)(function)
+        return numba.njit(cache=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+    except RuntimeError:  # numba raises it where no cache folder is writable
+        return numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
 
 
 def helper(function: Callable[..., Any]) -> Any:
     """Compile a function that only kernels of the same file call.
 
-    It becomes part of their machine code. It has no Python entry and no cache file of its own,
-    which halves the time that compiling it takes.
+    Its machine code is stored in theirs. Without an entry for Python and a cache file, it compiles
+    in half the time.
     """
     return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a function with one caller as part of that caller, so that it is optimised once."""
+    return numba.njit(inline="always", no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(
+        function
+    )
 
 
 def spans(rows: int) -> list[tuple[int, int]]:
