@@ -87,7 +87,14 @@ def main() -> None:
     print(f"{weights:,} weights, {spelled(2 * weights)}", flush=True)
     solver = lobs.ColumnSweep(steps=given.steps)
     print(
-        lobs.forecast(model, data, target, solver=solver, inputs=given.inputs, memory=given.memory),
+        lobs.forecast(
+            model,
+            data,
+            target,
+            solver=solver,
+            inputs=given.inputs,
+            execution=lobs.Execution(memory=given.memory),
+        ),
         flush=True,
     )
     began = time.perf_counter()

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.timing import best_of
 from lobs import collect_moments, zoo
-from lobs.zoo.datasets import mnist
 from lobs.calibration.forward import call, evaluating
+from lobs.zoo.datasets import mnist
 
 PIECE = 4096
 

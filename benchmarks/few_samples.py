@@ -17,10 +17,10 @@ from unittest.mock import patch
 
 import lobs
 from lobs import Problem, collect_moments, solve, zoo
-from lobs.solvers import metric
 from lobs.calibration.layer_problem import layer_problem
-from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
+from lobs.solvers import metric
+from lobs.zoo.datasets import mnist
 from lobs.zoo.training import error_rate
 
 LAYERS = (("lenet300", "fc1"), ("lenet300", "fc2"), ("lenet5", "fc1"), ("lenet5", "conv2"))

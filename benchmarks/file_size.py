@@ -14,8 +14,8 @@ import torch
 
 import lobs
 from lobs import NumericalWarning, Sparsity, prune, zoo
-from lobs.zoo.datasets import mnist
 from lobs.deploy.export import dense_sizes
+from lobs.zoo.datasets import mnist
 from lobs.zoo.training import error_rate
 
 KEPT = {

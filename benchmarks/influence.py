@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lobs import zoo
-from lobs.zoo.datasets import mnist
 from lobs.calibration.output_influence import _probed, output_influence
 from lobs.layers import Layer, find_layers
+from lobs.zoo.datasets import mnist
 
 
 def exact(model: nn.Module, batches: list[Tensor], layers: list[Layer]) -> dict[str, Tensor]:

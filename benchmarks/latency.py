@@ -13,8 +13,8 @@ from torch import nn
 
 import lobs
 from lobs import NumericalWarning, Sparsity, zoo
-from lobs.zoo.datasets import mnist
 from lobs.deploy.accelerate import take_turns
+from lobs.zoo.datasets import mnist
 
 LAYERS = {  # name: (layer, input of one image, kept)
     "AlexNet fc6, 9 % kept": (lambda: nn.Linear(9216, 4096), (9216,), 0.09),

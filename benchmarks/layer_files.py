@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lobs import collect_moments
-from lobs.cli.subject import open_subject
 from lobs.calibration.on_demand import passes
+from lobs.cli.subject import open_subject
 from lobs.layers import find_layers
 
 _TOGETHER = 4e9  # bytes of moments that are summed in one pass

@@ -12,9 +12,9 @@ from torch import nn
 
 from benchmarks.timing import best_of
 from lobs import GreedyOBS, Sparsity, collect_moments
+from lobs.calibration.forward import call, evaluating
 from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
-from lobs.calibration.forward import call, evaluating
 
 CASES = {
     "depthwise 3x3, 1,152 groups, 32 images of 14x14": (

@@ -24,8 +24,8 @@ from torch import Tensor
 from benchmarks.baselines.column_sweep import best_column_sweep, column_sweep
 from benchmarks.layer_files import read
 from lobs import NByM, NumericalWarning, Problem, collect_moments, solve, zoo
-from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
+from lobs.zoo.datasets import mnist
 
 
 def main() -> None:

@@ -39,10 +39,10 @@ from lobs import (
     solve,
     zoo,
 )
-from lobs.zoo.datasets import mnist
 from lobs.layers import find_layers
 from lobs.solvers.auto import PRODUCT, costs
 from lobs.solvers.local_search import round_work, swap
+from lobs.zoo.datasets import mnist
 
 
 def problems(folder: Path | None) -> Iterator[tuple[str, Tensor, Tensor, bool]]:

@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from torch import distributed, multiprocessing, nn
 
-from lobs import collect_moments, prune
-from lobs._system.distributed import SINGLE_PROCESS, ProcessGroup, share, working
+from lobs import Execution, ProcessGroup, Sparsity, collect_moments, prune
+from lobs._system.distributed import SINGLE_PROCESS, share, working
 
 
 def network(width):
@@ -42,7 +42,14 @@ def moments(model, data):
 
 
 def masks(model, data, solver, together):
-    result = prune(model, data, 0.5, solver=solver, passes=1, progress=False, distributed=together)
+    result = prune(
+        model,
+        data,
+        Sparsity(0.5, rounds=1),
+        solver=solver,
+        progress=False,
+        execution=Execution(distributed=together),
+    )
     return {name: mask.double().numpy() for name, mask in result.masks.items()}
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.rivals import problems
 from lobs import ADMM, NumericalWarning, Problem
-from lobs.solvers.local_search import swap
 from lobs.solvers.least_squares import on_support
+from lobs.solvers.local_search import swap
 
 _SMALLEST = (
     20_000  # weights; smaller ones are searched from two starts, for as long as anything is found

@@ -42,10 +42,15 @@ def main() -> None:
     model = encoder()
     batches = [sentences(32) for _ in range(8)]
     result = lobs.prune(
-        model, batches, 0.5, layers="bert.encoder.*", solver="greedy", progress=False
+        model, batches, lobs.Sparsity(0.5), layers="bert.encoder.*", solver="greedy", progress=False
     )
     magnitude = lobs.prune(
-        model, batches, 0.5, layers="bert.encoder.*", solver="magnitude", progress=False
+        model,
+        batches,
+        lobs.Sparsity(0.5),
+        layers="bert.encoder.*",
+        solver="magnitude",
+        progress=False,
     )
     held_out = sentences(64)
 

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 os.chdir(sys.argv[1])
 sys.path.insert(0, sys.argv[1])
 import mine
-lobs.prune(*mine.network(), 0.7, progress=False)  # now everything is compiled as well
+lobs.prune(*mine.network(), keep=0.3, progress=False)  # now everything is compiled as well
 
 
 def member(rank, size, port, words):

@@ -17,8 +17,8 @@ import torch
 import lobs
 from experiments.dong2017.lab import Lab
 from lobs import Sparsity, zoo
-from lobs.zoo.datasets import imagenet
 from lobs.errors import LobsError
+from lobs.zoo.datasets import imagenet
 
 KEPT = {"alexnet": 0.11, "vgg16": 0.075}
 # An image of VGG-16 costs some 60 G multiply-adds to calibrate on, of AlexNet 3.

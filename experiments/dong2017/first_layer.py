@@ -10,12 +10,11 @@ from torch import Tensor
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
 from lobs import Problem, collect_moments
-from lobs.solvers import scores
 from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
-from lobs.solvers.masks import removal_order
-from lobs.solvers import GreedyOBS
 from lobs.pruning.sweep import SweepPoint, inflection
+from lobs.solvers import GreedyOBS, scores
+from lobs.solvers.masks import removal_order
 
 METHODS = {
     "Random": "random",

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from lobs import zoo
+from lobs.training.retrain import Retraining, Shuffled, distillation, retrain
 from lobs.zoo.datasets import sets
 from lobs.zoo.datasets.labelled import LabelledImages
-from lobs.training.retrain import Retraining, Shuffled, distillation, retrain
 from lobs.zoo.training import error_rate
 
 HERE = Path(__file__).parent

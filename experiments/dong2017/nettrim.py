@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
 from lobs.errors import ProblemError
+from lobs.solvers import linalg
 
 _RELAXATION = 1.6
 _BALANCE_EVERY = 25  # iterations between adjustments of the penalty

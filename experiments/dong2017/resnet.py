@@ -23,11 +23,11 @@ import lobs
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab
 from lobs import Problem, Sparsity, collect_moments, solve, zoo
-from lobs.calibration.layer_problem import layer_problem
-from lobs.zoo.datasets import imagenet
-from lobs.layers import find_layers
 from lobs.calibration.forward import evaluating
+from lobs.calibration.layer_problem import layer_problem
+from lobs.layers import find_layers
 from lobs.solvers.greedy import DeletionPath, GreedyOBS
+from lobs.zoo.datasets import imagenet
 
 NETWORK = "resnet50-v1"
 METHODS = {

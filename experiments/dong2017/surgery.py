@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from lobs._system.progress import shown, track
+from lobs.calibration.forward import call
 from lobs.errors import TrainingError
 from lobs.layers import Layer, find_layers
 from lobs.solvers.masks import joined
-from lobs._system.progress import shown, track
 from lobs.training.retrain import Loss, MakeOptimizer, sgd
-from lobs.calibration.forward import call
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any
 import lobs
 from experiments.dong2017 import few_iterations
 from experiments.dong2017.lab import STAGED_RATES, Lab, Subject, light, light_settings, subject
+from experiments.dong2017.surgery import Surgery, operate, threshold_c
 from lobs import Sparsity, zoo
 from lobs.training.retrain import retrain, sgd
 from lobs.training.staged import Stage, prune_in_stages
-from experiments.dong2017.surgery import Surgery, operate, threshold_c
 
 HAN = {
     "lenet300": {"fc1": 0.08, "fc2": 0.09, "fc3": 0.26},

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
+from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
 from lobs import Problem, collect_moments, solve
 from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
-from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
 
 # (method, kept %, the paper's ξ² and error)
 ROWS = [

@@ -14,10 +14,10 @@ import torch
 import lobs
 from experiments.dong2017.lab import Lab, Subject
 from lobs import Sparsity, zoo
-from lobs.zoo.datasets import mnist
-from lobs.zoo.datasets.labelled import LabelledImages
 from lobs.training.retrain import distillation, retrain
 from lobs.training.staged import Stage, prune_in_stages
+from lobs.zoo.datasets import mnist
+from lobs.zoo.datasets.labelled import LabelledImages
 from lobs.zoo.training import train
 
 RATES = (1e-3, 2e-3, 5e-3)

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from lobs.errors import TargetError
 
 T = TypeVar("T")
+ROUNDS = 2  # allocation rounds by default
 
 
-@dataclass(frozen=True)
-class Sparsity:
-    """Remove this fraction of a layer's weights: one number for every layer, or a mapping of layer names or globs.
+class _Brief:
+    """A short repr: only the fields that differ from their defaults."""
 
-    The count is exact: ⌊fraction · n + ½⌋ weights go, whatever the ties. With a mapping layers that
-    no key matches stay dense; an exact name beats a glob, and among globs the first that matches
-    wins. One number is a fraction of all layers together, and each gives what costs the network's
-    output least (`allocate`); with `scope="layer"` every layer gives that fraction. `keep_at_least`
-    and `keep_at_most` limit the kept fraction of layers by name or glob in a network-wide budget.
+    def __repr__(self) -> str:
+        said = []
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            if default is MISSING or value != default:
+                shown = getattr(value, "__name__", None) or repr(value)
+                said.append(f"{item.name}={shown}")
+        return f"{type(self).__name__}({', '.join(said)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Sparsity(_Brief):
+    """Remove a fraction of the weights.
+
+    The count is exact: ⌊fraction · n + ½⌋ weights go, whatever the ties. One number is a fraction
+    of all layers together. Each layer then gives what costs the network's output least. A mapping
+    of layer names or globs sets each layer's own fraction; layers that no key matches stay dense.
+    An exact name beats a glob, and among globs the first match wins.
+
+    Args:
+        fraction: the fraction removed, or a mapping from layer names or globs to fractions.
+        scope: "network" shares one count among the layers, "layer" takes the fraction of each.
+        keep_at_least: smallest kept fraction of layers in a network-wide budget, by name or glob.
+        keep_at_most: largest kept fraction of layers in a network-wide budget, by name or glob.
+        rounds: number of allocation rounds. Round 2 uses output sensitivities of the network pruned
+            in round 1.
 
     >>> Sparsity(0.93).count(1000)
     930
@@ -34,12 +56,12 @@ class Sparsity:
     scope: Literal["layer", "network"] | None = None
     keep_at_least: Mapping[str, float] = field(default_factory=dict)
     keep_at_most: Mapping[str, float] = field(default_factory=dict)
+    rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
         if self.scope is None:
-            object.__setattr__(
-                self, "scope", "layer" if isinstance(self.fraction, Mapping) else "network"
-            )
+            several = isinstance(self.fraction, Mapping)
+            object.__setattr__(self, "scope", "layer" if several else "network")
         if self.scope not in ("layer", "network"):
             raise TargetError(f"scope is '{self.scope}': use 'layer' or 'network'.")
         if self.scope == "network" and isinstance(self.fraction, Mapping):
@@ -51,9 +73,10 @@ class Sparsity:
             )
         _check_limits(self.keep_at_least, self.keep_at_most)
         _check_fractions(self.fraction, "Sparsity")
+        _check_rounds(self.rounds)
 
     def count(self, n: int) -> int:
-        """How many of `n` weights go."""
+        """Return how many of `n` weights go."""
         return math.floor(_single(self.fraction, "Sparsity") * n + 0.5)
 
 
@@ -83,20 +106,21 @@ class ErrorBudget:
         )  # a power would overflow with an exception
 
 
-@dataclass(frozen=True)
-class Budget:
-    """One budget for all layers together, by what is to be left; give exactly one.
+@dataclass(frozen=True, repr=False)
+class Budget(_Brief):
+    """Share one budget among all layers. Give exactly one of the first four.
 
     Args:
         parameters: how many weights to keep.
-        bytes: how large the network may be with kept weights in their own type behind a bit mask
-            and all else dense.
-        flops: how many operations one input may cost in the pruned layers, two for every use of a
-            kept weight.
-        drop: how far the score of `evaluate` (larger is better) may fall; the fewest weights that
-            stay within it, found by a few trials.
+        bytes: size of the network with kept weights in their own type behind a bit mask, and
+            everything else dense.
+        flops: operations that one input may cost in the pruned layers, two for every use of a kept
+            weight.
+        drop: how far the score of `evaluate` may fall. The smallest network within it is searched.
         keep_at_least: smallest kept fraction of layers, by name or glob.
         keep_at_most: largest kept fraction of layers, by name or glob.
+        evaluate: a function from a network to its score, larger is better. It goes with `drop`.
+        rounds: number of allocation rounds, as for `Sparsity`. Each trial of `drop` takes one.
     """
 
     parameters: int | None = None
@@ -105,6 +129,8 @@ class Budget:
     drop: float | None = None
     keep_at_least: Mapping[str, float] = field(default_factory=dict)
     keep_at_most: Mapping[str, float] = field(default_factory=dict)
+    evaluate: Callable[[Any], float] | None = None
+    rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
         wishes = {
@@ -127,12 +153,28 @@ class Budget:
             if counted and value != int(value):
                 raise TargetError(
                     f"Budget {name} is {value:g}: it is a whole number; for a fraction use "
-                    "Sparsity."
+                    "keep=… or Sparsity."
                 )
-            object.__setattr__(
-                self, name, int(value) if counted else value
-            )  # plain, whatever kind of number was given
+            # A plain number, whatever kind of number was given.
+            object.__setattr__(self, name, int(value) if counted else value)
         _check_limits(self.keep_at_least, self.keep_at_most)
+        _check_rounds(self.rounds)
+        self._check_score()
+
+    def _check_score(self) -> None:
+        if self.drop is None:
+            if self.evaluate is not None:
+                raise TargetError("evaluate is the score that drop=… is about: leave it out.")
+        elif self.evaluate is None:
+            raise TargetError(
+                "Budget(drop=…) needs evaluate=…: a function from a network to its score, larger "
+                "is better."
+            )
+        elif not callable(self.evaluate):
+            raise TargetError(
+                f"evaluate is {self.evaluate!r}: give a function from a network to its score, "
+                "larger is better."
+            )
 
     @property
     def _wishes(self) -> dict[str, float | None]:
@@ -266,6 +308,53 @@ def as_target(target: Target | float) -> Target:
         f"target {target!r} is not one of ours: use Sparsity, Budget, ErrorBudget, NByM, Block or "
         "Structured."
     )
+
+
+def wanted(target: Target | None, keep: float | str | Mapping[str, float | str] | None) -> Target:
+    """Return the target that `target` or `keep`, exactly one of them, asks for.
+
+    >>> wanted(None, "7%")
+    Sparsity(fraction=0.93, scope='network')
+    """
+    if (target is None) == (keep is None):
+        given = "neither" if target is None else "both"
+        raise TargetError(
+            f"{given} of target and keep is given: say keep=0.1 to keep 10 % of the weights, or "
+            "give a target."
+        )
+    if keep is not None:
+        if isinstance(keep, Mapping):
+            return Sparsity(
+                {name: _removed(part, f"keep['{name}']") for name, part in keep.items()}
+            )
+        return Sparsity(_removed(keep, "keep"))
+    if isinstance(target, Target):
+        return target
+    if isinstance(target, Real) and not isinstance(target, bool):
+        shown = f"{float(target):g}"
+        raise TargetError(
+            f"target is {shown}: say keep={shown} to keep that fraction of the weights, or "
+            f"lobs.Sparsity({shown}) to remove it."
+        )
+    return as_target(target)  # type: ignore[arg-type]  # which refuses it
+
+
+def _removed(keep: float | str, name: str) -> float:
+    """Turn a kept fraction, 0.07 or "7%", into the fraction removed."""
+    text = str(keep).strip()
+    percent = text.endswith("%")
+    value = _number(text.removesuffix("%"), name) / (100 if percent else 1)
+    if not 0.0 < value <= 1.0:
+        raise TargetError(
+            f"{name} is {keep}: the kept fraction must lie above 0 and at most at 1 (10 % is 0.1 "
+            'or "10%").'
+        )
+    return round(1.0 - value, 12)
+
+
+def _check_rounds(rounds: object) -> None:
+    if not isinstance(rounds, Integral) or isinstance(rounds, bool) or rounds < 1:
+        raise TargetError(f"rounds is {rounds!r}: it is a whole number of at least 1.")
 
 
 def for_layer(target: Target, name: str) -> Target | None:

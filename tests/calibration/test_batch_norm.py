@@ -68,7 +68,7 @@ def prune(model, batches, fraction=0.5, inputs="dense", **settings):
 
 
 def pruned_without(model, batches):
-    return prune(model, batches, batch_norm=False).model
+    return prune(model, batches, numerics=lobs.Numerics(batch_norm=False)).model
 
 
 def unmeasured(dense, pruned, batches):
@@ -113,7 +113,7 @@ def test_a_norm_that_is_called_twice_is_compared_call_by_call():
     model = trained_like(Twice(), batches)
     same = copy.deepcopy(model)
     assert reestimate(same, model, unmeasured(model, same, batches)) is None
-    effect = prune(model, batches, 0.1).batch_norm
+    effect = prune(model, batches, lobs.Sparsity(0.1)).batch_norm
     assert (
         effect is not None and effect.after < 1.1 * effect.before
     )  # all calls at once: a thousand times worse
@@ -133,7 +133,13 @@ def test_statistics_keep_their_digits_however_far_the_data_lie_from_the_running_
 
 def test_a_switch_that_is_neither_true_nor_false_is_refused():
     with pytest.raises(lobs.LobsError, match="batch_norm is 'no': True or False"):
-        lobs.prune(network(), data(), 0.5, batch_norm="no", progress=False)
+        lobs.prune(
+            network(),
+            data(),
+            lobs.Sparsity(0.5),
+            progress=False,
+            numerics=lobs.Numerics(batch_norm="no"),
+        )
 
 
 def test_an_evaluate_that_forgets_eval_mode_is_run_in_it_and_leaves_the_network_as_it_was():
@@ -144,7 +150,7 @@ def test_an_evaluate_that_forgets_eval_mode_is_run_in_it_and_leaves_the_network_
         modes.append(net.training)
         return float(-net(x[0]).square().mean())
 
-    found = lobs.prune(model, x, lobs.Budget(drop=0.5), evaluate=forgets, progress=False)
+    found = lobs.prune(model, x, lobs.Budget(drop=0.5, evaluate=forgets), progress=False)
     assert not any(modes) and model.training and found.model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -158,7 +164,7 @@ def test_what_evaluate_does_to_a_network_is_in_the_certificate():
         return -float((net[7].weight == 0).float().mean() > 0.6)
 
     x = data()
-    found = lobs.prune(model, x, lobs.Budget(drop=0.5), evaluate=trains_a_little, progress=False)
+    found = lobs.prune(model, x, lobs.Budget(drop=0.5, evaluate=trains_a_little), progress=False)
     assert found.certificate.measured == pytest.approx(deviation(model, found.model, x), rel=1e-5)
 
 
@@ -249,7 +255,7 @@ def test_sixty_norms_one_behind_the_other_do_not_correct_the_same_thing_sixty_ti
     model = trained_like(
         nn.Sequential(*[Block(16) for _ in range(30)], nn.Linear(16, 4)), [1.2 * x for x in at_hand]
     )
-    effect = prune(model, at_hand, 0.05).batch_norm
+    effect = prune(model, at_hand, lobs.Sparsity(0.05)).batch_norm
     assert effect is not None and effect.changed and len(effect.layers) == 60
     assert effect.after < 0.95 * effect.before
 
@@ -300,7 +306,10 @@ def test_norms_without_running_statistics_and_networks_without_norms_are_left_al
     plain = nn.Sequential(
         nn.Linear(6, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.ReLU(), nn.Linear(5, 2)
     )
-    assert lobs.prune(plain, [torch.randn(30, 6)], 0.5, progress=False).batch_norm is None
+    assert (
+        lobs.prune(plain, [torch.randn(30, 6)], lobs.Sparsity(0.5), progress=False).batch_norm
+        is None
+    )
 
 
 def test_single_samples_as_batches_work():
@@ -316,7 +325,7 @@ def test_no_bound_is_claimed_for_changed_statistics():
     changed = prune(model, batches)
     assert changed.certificate.bound is None and "batch norm" in changed.certificate.reason
     assert lobs.certify(model, changed.model, batches).bound is None
-    kept = prune(model, batches, batch_norm=False)
+    kept = prune(model, batches, numerics=lobs.Numerics(batch_norm=False))
     assert kept.batch_norm is None and kept.certificate.bound >= kept.certificate.measured
 
 
@@ -335,7 +344,7 @@ def test_recorded_errors_verify_after_reestimation(tmp_path, inputs):
 def test_exact_compensation_is_judged_by_the_same_measure():
     batches = data()
     model = trained_like(network(), batches)
-    result = lobs.prune(model, batches, 0.8, progress=False)
+    result = lobs.prune(model, batches, lobs.Sparsity(0.8), progress=False)
     effect = result.batch_norm
     assert effect is not None and effect.changed == (effect.after < effect.before)
     assert result.certificate.measured == pytest.approx(min(effect.before, effect.after))

@@ -30,7 +30,7 @@ class Named(nn.Module):
 
 def refusal(model, batch):
     with pytest.raises(CalibrationError) as refused:
-        lobs.prune(model, [batch], 0.5)
+        lobs.prune(model, [batch], lobs.Sparsity(0.5))
     return str(refused.value)
 
 
@@ -69,7 +69,10 @@ def test_a_wrong_type_and_a_wrong_shape_are_mended_together():
 
 
 def test_a_vector_that_the_network_takes_stays_a_batch():
-    assert lobs.prune(dense(), [torch.randn(6)], 0.5, solver="magnitude").kept_fraction < 1
+    assert (
+        lobs.prune(dense(), [torch.randn(6)], lobs.Sparsity(0.5), solver="magnitude").kept_fraction
+        < 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,7 @@ def test_a_numpy_array_in_place_of_a_list_of_batches_is_refused():
         CalibrationError,
         match=r"a numpy array of float64 of shape \(20, 6\): write \[torch.from_numpy\(x\).float\(\)\]",
     ):
-        lobs.prune(dense(), np.zeros((20, 6)), 0.5)
+        lobs.prune(dense(), np.zeros((20, 6)), lobs.Sparsity(0.5))
 
 
 def test_keyword_arguments_are_mended_by_name():

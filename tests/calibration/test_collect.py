@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.func import hessian
 
-from lobs import LobsError, NumericalWarning, collect_moments, prune
-from lobs.layers import as_layer
+from lobs import LobsError, NumericalWarning, Sparsity, collect_moments, prune
 from lobs.calibration.moments import Moments
+from lobs.layers import as_layer
 
 
 def cnn():
@@ -194,7 +194,7 @@ def test_constant_inputs_are_a_second_bias():
     x = torch.randn(200, 5)
     x[:, 2] = 3.0
     with pytest.warns(NumericalWarning, match=r"rank 5 of 6; 200 samples"):
-        result = prune(nn.Linear(5, 4), [x], 0.2, progress=False)
+        result = prune(nn.Linear(5, 4), [x], Sparsity(0.2), progress=False)
     assert not bool(result.masks["weight"][:, 2].any())
     assert result.layers[0].relative_error < 1e-4 and result.layers[0].damping > 0
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import lobs
 from lobs.calibration import paired
-from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
 from lobs.calibration.collect import collect_moments
+from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
 from lobs.layers import find_layers
 
 
@@ -96,10 +96,10 @@ def test_traced_and_rerun_streams_agree():
 
 def test_activations_on_disk_give_the_same(monkeypatch):
     model = Residual()
-    in_memory = lobs.prune(model, images(), 0.5, progress=False)
+    in_memory = lobs.prune(model, images(), lobs.Sparsity(0.5), progress=False)
     monkeypatch.setattr("lobs.calibration.paired._IN_MEMORY", 0)
     monkeypatch.setattr("lobs.calibration.paired._WORTH_A_FILE", 0)
-    on_disk = lobs.prune(model, images(), 0.5, progress=False)
+    on_disk = lobs.prune(model, images(), lobs.Sparsity(0.5), progress=False)
     assert all(
         torch.equal(a, b)
         for a, b in zip(in_memory.masks.values(), on_disk.masks.values(), strict=True)
@@ -160,7 +160,7 @@ def test_how_far_two_streams_are_apart_is_the_same_whether_weighed_at_once_or_in
 @pytest.mark.parametrize("kind", [Residual, Branching])
 def test_recorded_errors_are_the_distances_of_the_running_layers(kind):
     model = kind()
-    result = lobs.prune(model, images(), 0.6, progress=False)
+    result = lobs.prune(model, images(), lobs.Sparsity(0.6), progress=False)
     outputs = {}
     for net in (model, result.model):
         for name in "abc":
@@ -183,7 +183,9 @@ def test_asymmetric_inputs_beat_dense_ones_and_their_bound_is_tight():
     x = [torch.randn(800, 20)]
     moved = {}
     for inputs in ("dense", "asymmetric"):
-        certificate = lobs.prune(model, x, 0.7, inputs=inputs, progress=False).certificate
+        certificate = lobs.prune(
+            model, x, lobs.Sparsity(0.7), inputs=inputs, progress=False
+        ).certificate
         assert certificate.measured <= certificate.bound
         moved[inputs] = certificate
     assert moved["asymmetric"].measured < moved["dense"].measured
@@ -193,7 +195,7 @@ def test_asymmetric_inputs_beat_dense_ones_and_their_bound_is_tight():
 def test_attention_is_pruned_on_both_streams(tmp_path):
     model = Attentive()
     x = [torch.randn(30, 5, 8) for _ in range(2)]
-    result = lobs.prune(model, x, 0.4, progress=False)
+    result = lobs.prune(model, x, lobs.Sparsity(0.4), progress=False)
     assert {row.name for row in result.layers} >= {
         "block.self_attn.q_proj",
         "block.self_attn.out_proj",
@@ -255,6 +257,8 @@ def test_tracing_leaves_nothing_on_the_network():
     torch.manual_seed(0)
     model = _Constants(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     before = {*vars(model)}
-    result = lobs.prune(model, [torch.randn(40, 6) for _ in range(3)], 0.5, progress=False)
+    result = lobs.prune(
+        model, [torch.randn(40, 6) for _ in range(3)], lobs.Sparsity(0.5), progress=False
+    )
     assert {*vars(model)} == before and isinstance(model.seen, torch.Tensor)
     assert result.kept == 36 and isinstance(result.model.seen, torch.Tensor)

@@ -80,7 +80,7 @@ def test_certificate_is_never_below_what_is_measured(seed):
 
 def test_one_layer_is_bounded_by_exactly_what_happens():
     model = nn.Linear(6, 4)
-    result = lobs.prune(model, [torch.randn(50, 6)], 0.5, progress=False)
+    result = lobs.prune(model, [torch.randn(50, 6)], lobs.Sparsity(0.5), progress=False)
     assert result.certificate.bound == pytest.approx(result.certificate.measured, rel=1e-4)
 
 
@@ -91,7 +91,7 @@ def test_rounding_does_not_hide_an_error_from_the_certificate():
     layers = [step for _ in range(8) for step in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
     model = nn.Sequential(*layers)
     x = torch.randn(32, 8, 8, 8)
-    result = lobs.prune(model, [x], 0.3, progress=False)
+    result = lobs.prune(model, [x], lobs.Sparsity(0.3), progress=False)
     dense, pruned, y = (
         copy.deepcopy(model).double(),
         copy.deepcopy(result.model).double(),
@@ -113,7 +113,7 @@ def test_padding_modes_are_counted_not_assumed(padding_mode):
     model = nn.Sequential(
         nn.Linear(6, 6), nn.Conv2d(2, 3, 3, padding=2, padding_mode=padding_mode), nn.Flatten()
     )
-    result = lobs.prune(model, [torch.randn(20, 2, 6, 6)], 0.9, progress=False)
+    result = lobs.prune(model, [torch.randn(20, 2, 6, 6)], lobs.Sparsity(0.9), progress=False)
     assert result.certificate.measured <= result.certificate.bound
 
 
@@ -132,7 +132,7 @@ def test_functional_forward_is_traced():
         def other(self, x):
             return self.fc(x.view(x.size(0), -1))
 
-    result = lobs.prune(Net(), [torch.randn(10, 1, 8, 8)], 0.5, progress=False)
+    result = lobs.prune(Net(), [torch.randn(10, 1, 8, 8)], lobs.Sparsity(0.5), progress=False)
     assert (
         result.certificate.bound is not None
         and result.certificate.bound >= result.certificate.measured
@@ -196,7 +196,9 @@ def ones(*modules):
 def test_odd_poolings_are_covered(pool, size, place):
     x = torch.zeros(1, 1, size, size)
     x[0, 0, place[0], place[1]] = 1
-    certificate = lobs.prune(ones(pool), [x], 1.0, solver="magnitude", progress=False).certificate
+    certificate = lobs.prune(
+        ones(pool), [x], lobs.Sparsity(1.0), solver="magnitude", progress=False
+    ).certificate
     assert certificate.bound is not None and certificate.measured <= certificate.bound * (1 + 1e-5)
 
 
@@ -215,7 +217,7 @@ class Moody(nn.Module):
 def test_a_network_in_training_mode_is_certified_for_evaluation():
     model = Moody().train()
     certificate = lobs.prune(
-        model, [torch.randn(5, 8)] * 3, 0.5, solver="magnitude", progress=False
+        model, [torch.randn(5, 8)] * 3, lobs.Sparsity(0.5), solver="magnitude", progress=False
     ).certificate
     assert certificate.bound is not None and certificate.measured <= certificate.bound
     assert model.training
@@ -226,7 +228,9 @@ def test_dropout_that_stays_on_is_refused():
         def forward(self, x):
             return self.b(F.dropout(torch.relu(self.a(x)), 0.5))
 
-    certificate = lobs.prune(AlwaysOn(), [torch.randn(5, 8)], 0.1, progress=False).certificate
+    certificate = lobs.prune(
+        AlwaysOn(), [torch.randn(5, 8)], lobs.Sparsity(0.1), progress=False
+    ).certificate
     assert certificate.bound is None and "dropout" in certificate.reason
 
 
@@ -234,7 +238,9 @@ def test_dropout_that_stays_on_is_refused():
 def test_inputs_of_several_sizes_are_refused(inputs):
     model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 3))
     x = [torch.ones(1, 1, 3, 3), torch.ones(1, 1, 20, 20)]
-    certificate = lobs.prune(model, x, 0.5, inputs=inputs, progress=False).certificate
+    certificate = lobs.prune(
+        model, x, lobs.Sparsity(0.5), inputs=inputs, progress=False
+    ).certificate
     assert certificate.bound is None and "2 different shapes" in certificate.reason
 
 
@@ -252,7 +258,9 @@ def test_lipschitz_constants_are_not_too_small(activation):
 
 def test_inference_mode_does_not_lose_the_certificate():
     with torch.inference_mode():
-        result = lobs.prune(ones(nn.Flatten()), [torch.randn(4, 1, 3, 3)], 1.0, progress=False)
+        result = lobs.prune(
+            ones(nn.Flatten()), [torch.randn(4, 1, 3, 3)], lobs.Sparsity(1.0), progress=False
+        )
     assert result.certificate.bound is not None
 
 
@@ -273,7 +281,9 @@ def test_an_iterable_that_can_be_read_once_is_not_measured_as_zero():
 def test_certify_compares_any_two_networks_and_measures_held_out_inputs():
     dense = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     x, new = torch.randn(200, 6), torch.randn(100, 6)
-    result = lobs.prune(dense, [x], 0.5, inputs="dense", held_out=[new], progress=False)
+    result = lobs.prune(
+        dense, [x], lobs.Sparsity(0.5), inputs="dense", held_out=[new], progress=False
+    )
     again = lobs.certify(dense, result.model, [x], held_out=[new])
     assert again.bound == pytest.approx(result.certificate.bound, rel=1e-6)
     assert again.measured == pytest.approx(result.certificate.measured)
@@ -304,7 +314,7 @@ def test_certify_compares_any_two_networks_and_measures_held_out_inputs():
     ],
 )
 def test_where_the_theorem_does_not_apply_it_refuses_with_a_reason(model, batch, reason):
-    certificate = lobs.prune(model, [batch], 0.5, progress=False).certificate
+    certificate = lobs.prune(model, [batch], lobs.Sparsity(0.5), progress=False).certificate
     assert certificate.bound is None
     assert certificate.measured is not None and certificate.measured > 0
     assert re.search(reason, certificate.reason)
@@ -321,7 +331,7 @@ def test_compose_folds_gains_and_errors():
 def test_held_out_inputs_are_batches_and_networks_of_other_shapes_are_refused():
     model, x = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(20, 5)
     with pytest.raises(lobs.LobsError, match=r"held_out is a Tensor: .* one tensor x is \[x\]"):
-        lobs.prune(model, [x], 0.5, held_out=x, progress=False)
+        lobs.prune(model, [x], lobs.Sparsity(0.5), held_out=x, progress=False)
     with pytest.raises(lobs.LobsError, match="held_out is a Tensor"):
         lobs.certify(model, model, [x], held_out=x)
     smaller = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -343,4 +353,4 @@ def test_held_out_inputs_that_say_nothing_are_told_of():
         ),
     ):
         with pytest.warns(lobs.NumericalWarning, match=words):
-            lobs.prune(model, [x], 0.5, held_out=held_out, progress=False)
+            lobs.prune(model, [x], lobs.Sparsity(0.5), held_out=held_out, progress=False)

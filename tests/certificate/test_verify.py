@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 import lobs
-from lobs.errors import FileError
 from lobs.certificate.verify import verify_errors, verify_masks
+from lobs.errors import FileError
 
 
 @pytest.mark.parametrize("inputs", ["dense", "pruned"])
 def test_a_fresh_result_holds(tmp_path, inputs):
     model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3))
     x = [torch.randn(100, 10)]
-    result = lobs.prune(model, x, 0.6, inputs=inputs, progress=False)
+    result = lobs.prune(model, x, lobs.Sparsity(0.6), inputs=inputs, progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     findings = verify_masks(saved) + verify_errors(saved, model, result.model, x)
     assert len(findings) == 6 and all(f.holds for f in findings)
@@ -24,7 +24,7 @@ def test_a_fresh_result_holds(tmp_path, inputs):
 
 def test_revived_weights_are_counted(tmp_path):
     model = nn.Sequential(nn.Linear(10, 8))
-    result = lobs.prune(model, [torch.randn(50, 10)], 0.5, progress=False)
+    result = lobs.prune(model, [torch.randn(50, 10)], lobs.Sparsity(0.5), progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     trained = copy.deepcopy(result.model)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_revived_weights_are_counted(tmp_path):
 def test_another_dense_network_is_noticed(tmp_path):
     model, other = nn.Sequential(nn.Linear(10, 8)), nn.Sequential(nn.Linear(10, 8))
     x = [torch.randn(50, 10)]
-    result = lobs.prune(model, x, 0.5, progress=False)
+    result = lobs.prune(model, x, lobs.Sparsity(0.5), progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     assert not verify_errors(saved, other, result.model, x)[0].holds
 
@@ -44,7 +44,7 @@ def test_another_dense_network_is_noticed(tmp_path):
 @pytest.mark.parametrize("bare", [True, False])
 def test_files_that_do_not_say_which_parameters_are_whose_are_counted_by_name(tmp_path, bare):
     model = nn.Linear(10, 8) if bare else nn.Sequential(nn.Linear(10, 8))
-    result = lobs.prune(model, [torch.randn(50, 10)], 0.5, progress=False)
+    result = lobs.prune(model, [torch.randn(50, 10)], lobs.Sparsity(0.5), progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     for row in saved.record["layers"]:
         del row["parameters"]
@@ -57,7 +57,9 @@ def test_files_that_do_not_say_which_parameters_are_whose_are_counted_by_name(tm
     "nonsense", ["all", [1], {"0.weight": 3}, {"0.weight": ["a", 2]}, {"0.weight": [1, 2, 3]}]
 )
 def test_a_damaged_record_of_parameters_is_an_error(tmp_path, nonsense):
-    result = lobs.prune(nn.Sequential(nn.Linear(10, 8)), [torch.randn(50, 10)], 0.5, progress=False)
+    result = lobs.prune(
+        nn.Sequential(nn.Linear(10, 8)), [torch.randn(50, 10)], lobs.Sparsity(0.5), progress=False
+    )
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     rows = [{**row, "parameters": nonsense} for row in saved.record["layers"]]
     with pytest.raises(FileError, match="damaged"):
@@ -74,7 +76,7 @@ def test_a_layer_that_runs_twice_is_verified_on_pruned_inputs(tmp_path):
             return self.last(self.fc(self.between(self.fc(x).tanh()).tanh()).tanh())
 
     model, x = Twice(), [torch.randn(60, 6), torch.randn(30, 6)]
-    result = lobs.prune(model, x, 0.5, inputs="pruned", progress=False)
+    result = lobs.prune(model, x, lobs.Sparsity(0.5), inputs="pruned", progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     assert all(f.holds for f in verify_errors(saved, model, result.model, x))
     with torch.no_grad():
@@ -137,7 +139,7 @@ def test_a_broken_pattern_is_found_though_every_count_is_right(along, tmp_path):
 )  # fmt: skip
 def test_a_record_of_a_pattern_may_say_anything(settings, tmp_path):
     model = nn.Sequential(nn.Linear(8, 4))
-    result = lobs.prune(model, [torch.randn(20, 8)], 0.5, progress=False)
+    result = lobs.prune(model, [torch.randn(20, 8)], lobs.Sparsity(0.5), progress=False)
     lobs.save(
         tmp_path / "x.safetensors",
         result.model,

@@ -6,8 +6,8 @@ import pytest
 
 import lobs
 from lobs import LobsError
-from lobs.storage import checkpoint
 from lobs.cli.retrain import parse_stages
+from lobs.storage import checkpoint
 from tests.cli.test_cli import as_json, invoke
 
 

@@ -20,7 +20,7 @@ def network():
 
 def pruned():
     model = network().eval()
-    return lobs.prune(model, [torch.randn(60, 1, 8, 8)], 0.8, progress=False)
+    return lobs.prune(model, [torch.randn(60, 1, 8, 8)], lobs.Sparsity(0.8), progress=False)
 
 
 class Keyword(nn.Module):

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
 
 from lobs import LobsError, Problem, solve
-from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
 
 
 def layer(rows=4, d=8, n=120, bias=False):

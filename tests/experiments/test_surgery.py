@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from experiments.dong2017.surgery import redraw, threshold_c
 from torch import nn
 
 from lobs import LobsError, Shuffled, Surgery, operate, sgd
-from experiments.dong2017.surgery import redraw, threshold_c
 from tests.training.test_retrain import equal, net, task, wrong, zeros_held
 
 

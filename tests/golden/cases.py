@@ -20,7 +20,16 @@ import torch
 from torch import nn
 
 import lobs
-from lobs import Budget, ErrorBudget, NByM, Sparsity, Structured, zoo
+from lobs import (
+    Budget,
+    ErrorBudget,
+    Execution,
+    NByM,
+    Numerics,
+    Sparsity,
+    Structured,
+    zoo,
+)
 from lobs.zoo.datasets import mnist
 
 Result = Any
@@ -32,7 +41,7 @@ def _images(n: int) -> list[torch.Tensor]:
 
 
 def lenet300() -> Result:
-    return lobs.prune(zoo.trained("lenet300"), _images(400), Sparsity(0.9), progress=False)
+    return lobs.prune(zoo.trained("lenet300"), _images(400), keep=0.1, progress=False)
 
 
 def lenet300_layers() -> Result:
@@ -61,7 +70,7 @@ def lenet300_published() -> Result:
 
 def lenet5() -> Result:
     return lobs.prune(
-        zoo.trained("lenet5"), _images(300), Sparsity(0.9), refit="layers", progress=False
+        zoo.trained("lenet5"), _images(300), keep="10%", refit="layers", progress=False
     )
 
 
@@ -122,13 +131,17 @@ def kept_count() -> Result:
 
 
 def damped_with_biases() -> Result:
-    return lobs.prune(*_mlp(), Sparsity(0.6), damping=1e-2, prune_bias=True, progress=False)
+    return lobs.prune(
+        *_mlp(), Sparsity(0.6), numerics=Numerics(damping=1e-2, prune_bias=True), progress=False
+    )
 
 
 def resumed() -> Result:
     with tempfile.TemporaryDirectory() as folder:
-        lobs.prune(*_toy(), Sparsity(0.7), resume=folder, progress=False)
-        return lobs.prune(*_toy(), Sparsity(0.7), resume=folder, progress=False)
+        lobs.prune(*_toy(), Sparsity(0.7), execution=Execution(resume=folder), progress=False)
+        return lobs.prune(
+            *_toy(), Sparsity(0.7), execution=Execution(resume=folder), progress=False
+        )
 
 
 _MEMBER = """
@@ -150,7 +163,9 @@ distributed.destroy_process_group()
 
 def shared(model: nn.Module, batches: list[torch.Tensor]) -> Result:
     """What each of two processes calls."""
-    return lobs.prune(model, batches, Sparsity(0.7), distributed=True, progress=False)
+    return lobs.prune(
+        model, batches, Sparsity(0.7), execution=Execution(distributed=True), progress=False
+    )
 
 
 def two_processes() -> str:

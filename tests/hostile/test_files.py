@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import lobs
-from lobs.zoo.datasets import cifar10, imagenet
-from lobs.errors import DataError
 from lobs.certificate.verify import verify_masks
-from tests.storage.compact.test_fuzz import MUTATIONS
+from lobs.errors import DataError
+from lobs.zoo.datasets import cifar10, imagenet
 from tests.hostile.running import faults
+from tests.storage.compact.test_fuzz import MUTATIONS
 
 
 def original(path, seed):

@@ -138,8 +138,8 @@ def test_five_thousand_hostile_networks_are_pruned_or_refused(start):
 def test_a_compiled_network_is_pruned_as_the_one_that_was_compiled(compiled):
     torch.manual_seed(0)
     plain, data = networks.mlp(), [torch.randn(60, 6)]
-    expected = lobs.prune(plain, data, 0.5, progress=False)
-    found = lobs.prune(compiled(plain), data, 0.5, progress=False)
+    expected = lobs.prune(plain, data, lobs.Sparsity(0.5), progress=False)
+    found = lobs.prune(compiled(plain), data, lobs.Sparsity(0.5), progress=False)
     masks = {name.removeprefix("_orig_mod."): mask for name, mask in found.masks.items()}
     assert masks.keys() == expected.masks.keys()
     assert all(torch.equal(mask, masks[name]) for name, mask in expected.masks.items())
@@ -166,7 +166,7 @@ def test_writing_back_is_all_or_nothing(monkeypatch):
     with pytest.raises(
         LobsError, match="cannot be written in place: read-only memory Use inplace=False"
     ):
-        lobs.prune(model, [torch.randn(60, 6)], 0.5, progress=False, inplace=True)
+        lobs.prune(model, [torch.randn(60, 6)], lobs.Sparsity(0.5), progress=False, inplace=True)
     monkeypatch.undo()
     assert same(before, state(model))
 
@@ -175,9 +175,9 @@ def test_a_network_that_works_in_place_leaves_the_data_alone():
     torch.manual_seed(0)
     inner, x = networks.mlp(), torch.randn(60, 6)
     kept = x.clone()
-    spoiling = lobs.prune(networks.InPlace(inner), [x], 0.5, progress=False)
+    spoiling = lobs.prune(networks.InPlace(inner), [x], lobs.Sparsity(0.5), progress=False)
     assert torch.equal(x, kept)
-    gentle = lobs.prune(inner, [2 * x + 1], 0.5, progress=False)
+    gentle = lobs.prune(inner, [2 * x + 1], lobs.Sparsity(0.5), progress=False)
     assert all(
         torch.equal(mask, spoiling.masks[f"inner.{name}"]) for name, mask in gentle.masks.items()
     )

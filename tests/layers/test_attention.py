@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import lobs
 from lobs.calibration.output_influence import output_influence
-from lobs.layers import find_layers
 from lobs.certificate.verify import verify_errors, verify_masks
+from lobs.layers import find_layers
 
 ROLES = ["q_proj", "k_proj", "v_proj", "out_proj"]
 
@@ -165,7 +165,7 @@ class Alone(nn.Module):
 )
 def test_the_running_projections_are_off_by_what_the_solutions_say(options):
     model, x = Alone(**options), torch.randn(30, 5, 8).double()
-    result = lobs.prune(model, [x[:10], x[10:]], 0.5, progress=False)
+    result = lobs.prune(model, [x[:10], x[10:]], lobs.Sparsity(0.5), progress=False)
     dense, pruned = model.attention, result.model.attention
     given_ = [x, x[:, :3, : dense.kdim], x[:, :3, : dense.vdim]]
     for i, (role, y) in enumerate(zip(ROLES, given_, strict=False)):
@@ -184,7 +184,7 @@ def test_the_running_projections_are_off_by_what_the_solutions_say(options):
         torch.testing.assert_close(
             result.solutions[f"attention.{role}"].error, float(off), rtol=1e-8, atol=1e-12
         )
-    alone = lobs.prune(model, [x], 0.5, layers="*.out_proj", progress=False)
+    alone = lobs.prune(model, [x], lobs.Sparsity(0.5), layers="*.out_proj", progress=False)
     with torch.no_grad():
         off = (model(x) - alone.model(x)).square().sum(dim=-1).mean()
     torch.testing.assert_close(
@@ -196,7 +196,9 @@ def test_the_running_projections_are_off_by_what_the_solutions_say(options):
 @pytest.mark.parametrize("prune_bias", [False, True])
 def test_masks_speak_of_real_parameters_and_hold(tmp_path, options, prune_bias):
     model, x = Alone(**options), [torch.randn(40, 5, 8).double()]
-    result = lobs.prune(model, x, 0.5, prune_bias=prune_bias, progress=False)
+    result = lobs.prune(
+        model, x, lobs.Sparsity(0.5), progress=False, numerics=lobs.Numerics(prune_bias=prune_bias)
+    )
     state = result.model.state_dict()
     assert {*result.masks} <= {*state}
     assert ("attention.in_proj_weight" in result.masks) == (not options)
@@ -216,7 +218,7 @@ def test_masks_speak_of_real_parameters_and_hold(tmp_path, options, prune_bias):
 
 def test_one_projection_may_be_pruned_alone():
     model, x = Alone(), [torch.randn(40, 5, 8).double()]
-    result = lobs.prune(model, x, 0.5, layers="attention.k_proj", progress=False)
+    result = lobs.prune(model, x, lobs.Sparsity(0.5), layers="attention.k_proj", progress=False)
     mask = result.masks["attention.in_proj_weight"]
     assert int((~mask[8:16]).sum()) == 32 and bool(mask[:8].all()) and bool(mask[16:].all())
     before, after = model.attention.in_proj_weight, result.model.attention.in_proj_weight
@@ -225,7 +227,9 @@ def test_one_projection_may_be_pruned_alone():
 
 def test_a_bare_attention_is_a_network():
     module, x = self_attention(), torch.randn(20, 4, 8).double()
-    result = lobs.prune(module, [{"query": x, "key": x, "value": x}], 0.5, progress=False)
+    result = lobs.prune(
+        module, [{"query": x, "key": x, "value": x}], lobs.Sparsity(0.5), progress=False
+    )
     assert [row.name for row in result.layers] == ROLES
     assert {*result.masks} == {"in_proj_weight", "out_proj.weight"}
     assert result.certificate.bound is None and result.certificate.reason

@@ -91,7 +91,9 @@ def test_a_convolution_is_linear_on_its_patches(case):
 @given(convolutions())
 def test_the_running_convolution_is_off_by_what_the_solution_says(case):
     module, x = case
-    result = lobs.prune(module, [x], 0.5, progress=False, damping=1e-6)
+    result = lobs.prune(
+        module, [x], lobs.Sparsity(0.5), progress=False, numerics=lobs.Numerics(damping=1e-06)
+    )
     with torch.no_grad():
         off = (module(x) - result.model(x)).square()
     positions = off.numel() // module.out_channels
@@ -200,7 +202,7 @@ def test_an_input_of_the_wrong_shape_is_refused(module, wrong):
 def test_a_thousand_groups_are_as_one_by_one():
     conv = nn.Conv2d(300, 300, 3, padding=1, groups=300)
     x = torch.randn(2, 300, 6, 6)
-    result = lobs.prune(conv, [x], 0.4, progress=False)
+    result = lobs.prune(conv, [x], lobs.Sparsity(0.4), progress=False)
     moment = lobs.collect_moments(conv, [x])["model"].moment
     for g in (0, 17, 299):
         alone = nn.Conv2d(1, 1, 3, padding=1)
@@ -226,5 +228,5 @@ def test_layers_are_found_inside_containers():
 
     names = [layer.name for layer in find_layers(Net())]
     assert names == ["branches.a.0", "branches.a.1", "branches.b"]
-    result = lobs.prune(Net(), [torch.randn(40, 3)], 0.5, progress=False)
+    result = lobs.prune(Net(), [torch.randn(40, 3)], lobs.Sparsity(0.5), progress=False)
     assert {*result.masks} == {f"{name}.weight" for name in names}

@@ -32,8 +32,8 @@ def test_a_flipped_linear_layer_is_as_the_plain_one():
     with torch.no_grad():
         flipped.weight.copy_(plain.weight.T)
         flipped.bias.copy_(plain.bias)
-    expected = lobs.prune(plain, [x], 0.6, progress=False)
-    found = lobs.prune(flipped, [x], 0.6, progress=False)
+    expected = lobs.prune(plain, [x], lobs.Sparsity(0.6), progress=False)
+    found = lobs.prune(flipped, [x], lobs.Sparsity(0.6), progress=False)
     assert torch.equal(found.masks["weight"], expected.masks["weight"].T)
     torch.testing.assert_close(found.model.weight, expected.model.weight.T)
     torch.testing.assert_close(found.certificate.bound, expected.certificate.bound)
@@ -54,7 +54,9 @@ def test_a_flipped_linear_layer_is_a_step_of_a_chain():
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p))
-    certificate = lobs.prune(model, [torch.randn(100, 4)], 0.4, progress=False).certificate
+    certificate = lobs.prune(
+        model, [torch.randn(100, 4)], lobs.Sparsity(0.4), progress=False
+    ).certificate
     assert certificate.bound is not None and certificate.bound >= certificate.measured > 0
 
 
@@ -65,7 +67,7 @@ def test_a_real_gpt2_is_pruned_layer_by_layer():
     config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=12, n_layer=2, n_head=2)
     model = transformers.GPT2LMHeadModel(config).eval()
     batches = [{"input_ids": torch.randint(0, 50, (8, 16))} for _ in range(3)]
-    result = lobs.prune(model, batches, 0.5, skip="lm_head", progress=False)
+    result = lobs.prune(model, batches, lobs.Sparsity(0.5), skip="lm_head", progress=False)
     assert len(result.layers) == 8 and {row.samples for row in result.layers} == {384}
     assert result.kept * 2 == result.total
     first = "transformer.h.0.attn.c_attn"

@@ -61,7 +61,12 @@ def test_certificate_is_never_below_what_is_measured(n, seed):
     x = torch.randn(12, 2, *[5] * n)
     inputs = "pruned" if seed == 3 else "dense"
     result = lobs.prune(
-        model, [x], 0.2 + 0.2 * seed, inputs=inputs, batch_norm=False, progress=False
+        model,
+        [x],
+        0.2 + 0.2 * seed,
+        inputs=inputs,
+        progress=False,
+        numerics=lobs.Numerics(batch_norm=False),
     )
     certificate = result.certificate
     assert certificate.reason == "" and 0 < certificate.measured <= certificate.bound * (1 + 1e-5)
@@ -76,7 +81,9 @@ def test_an_attention_is_refused_with_a_reason():
         def forward(self, x):
             return self.attention(x, x, x, need_weights=False)[0]
 
-    certificate = lobs.prune(Net(), [torch.randn(30, 3, 4)], 0.5, progress=False).certificate
+    certificate = lobs.prune(
+        Net(), [torch.randn(30, 3, 4)], lobs.Sparsity(0.5), progress=False
+    ).certificate
     assert certificate.bound is None and certificate.reason and certificate.measured > 0
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lobs
+from lobs.certificate.verify import verify_errors, verify_masks
 from lobs.errors import UnsupportedLayerError
 from lobs.layers import find_layers
-from lobs.certificate.verify import verify_errors, verify_masks
 from tests.layers.test_flipped import Conv1D
 
 
@@ -32,7 +32,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("bias", ["shared", "none", "different"])
 def test_the_error_is_that_of_all_uses_together(bias):
     model, x = Tied(bias), torch.randn(40, 6).double()
-    result = lobs.prune(model, [x[:20], x[20:]], 0.5, refit="layers", progress=False)
+    result = lobs.prune(model, [x[:20], x[20:]], lobs.Sparsity(0.5), refit="layers", progress=False)
     assert [*result.masks] == ["a.weight"] and result.layers[0].samples == 60
     pruned = result.model
     assert pruned.a.weight is pruned.b.weight and bool(
@@ -46,7 +46,7 @@ def test_the_error_is_that_of_all_uses_together(bias):
 
 def test_biases_that_differ_stay_as_they_are():
     model = Tied("different")
-    result = lobs.prune(model, [torch.randn(40, 6).double()], 0.5, progress=False)
+    result = lobs.prune(model, [torch.randn(40, 6).double()], lobs.Sparsity(0.5), progress=False)
     assert torch.equal(result.model.a.bias, model.a.bias) and torch.equal(
         result.model.b.bias, model.b.bias
     )
@@ -55,7 +55,9 @@ def test_biases_that_differ_stay_as_they_are():
 
 def test_a_shared_bias_compensates_for_both():
     model = Tied("shared")
-    result = lobs.prune(model, [torch.randn(40, 6).double() + 1], 0.5, progress=False)
+    result = lobs.prune(
+        model, [torch.randn(40, 6).double() + 1], lobs.Sparsity(0.5), progress=False
+    )
     assert (
         not torch.equal(result.model.a.bias, model.a.bias)
         and result.model.a.bias is result.model.b.bias
@@ -72,7 +74,7 @@ def test_a_tied_layer_is_chosen_by_any_of_its_names():
 @pytest.mark.parametrize("inputs", ["dense", "pruned"])
 def test_a_tied_result_is_saved_and_verified(tmp_path, inputs):
     model, x = Tied(), [torch.randn(40, 6).double()]
-    result = lobs.prune(model, x, 0.5, inputs=inputs, progress=False)
+    result = lobs.prune(model, x, lobs.Sparsity(0.5), inputs=inputs, progress=False)
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))
     assert all(f.holds for f in verify_masks(saved) + verify_errors(saved, model, result.model, x))
     again = Tied()
@@ -86,7 +88,7 @@ def test_no_bound_is_claimed_for_a_weight_used_twice():
             return self.b(torch.relu(self.a(x)))
 
     certificate = lobs.prune(
-        Chain(), [torch.randn(40, 6).double()], 0.5, progress=False
+        Chain(), [torch.randn(40, 6).double()], lobs.Sparsity(0.5), progress=False
     ).certificate
     assert certificate.bound is None and "shares its weight" in certificate.reason
 
@@ -98,7 +100,7 @@ def test_tied_convolutions_must_cut_the_same_patches():
         return model
 
     model, x = pair(padding=1), torch.randn(5, 3, 6, 6)
-    result = lobs.prune(model, [x], 0.5, progress=False)
+    result = lobs.prune(model, [x], lobs.Sparsity(0.5), progress=False)
     with torch.no_grad():
         pruned, y = result.model, model[0](x)
         off = (y - pruned[0](x)).square().sum() + (model[1](y) - pruned[1](y)).square().sum()
@@ -131,8 +133,8 @@ def test_an_embedding_tied_to_the_last_layer_is_refused_and_can_be_skipped():
         UnsupportedLayerError,
         match=r"'head': its weight is shared by embedding.weight, head.weight",
     ):
-        lobs.prune(model, [tokens], 0.5, progress=False)
-    result = lobs.prune(model, [tokens], 0.5, skip="head", progress=False)
+        lobs.prune(model, [tokens], lobs.Sparsity(0.5), progress=False)
+    result = lobs.prune(model, [tokens], lobs.Sparsity(0.5), skip="head", progress=False)
     assert [row.name for row in result.layers] == ["body"] and result.layers[0].samples == 35
 
 
@@ -160,7 +162,7 @@ def test_attentions_may_share_their_projections():
             return self.second(y, x, x, need_weights=False)[0]
 
     model, x = Pair(), torch.randn(10, 3, 4).double()
-    result = lobs.prune(model, [x], 0.5, progress=False)
+    result = lobs.prune(model, [x], lobs.Sparsity(0.5), progress=False)
     assert [row.name for row in result.layers] == [
         f"first.{r}" for r in ("q_proj", "k_proj", "v_proj", "out_proj")
     ] + ["second.out_proj"]

@@ -32,15 +32,15 @@ def test_prune_leaves_the_users_model_alone():
     model, batches = network(), data()
     model.train()
     before = copy.deepcopy(model.state_dict())
-    result = lobs.prune(model, batches, 0.5, progress=False)
+    result = lobs.prune(model, batches, lobs.Sparsity(0.5), progress=False)
     assert model.training and all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert result.model is not model
 
 
 def test_inplace_writes_into_the_users_model():
     model, batches = network(), data()
-    copied = lobs.prune(model, batches, 0.5, progress=False)
-    result = lobs.prune(model, batches, 0.5, inplace=True, progress=False)
+    copied = lobs.prune(model, batches, lobs.Sparsity(0.5), progress=False)
+    result = lobs.prune(model, batches, lobs.Sparsity(0.5), inplace=True, progress=False)
     assert result.model is model
     for a, b in zip(model.parameters(), copied.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -51,14 +51,14 @@ def test_a_failure_midway_writes_nothing():
     model[6].weight.data[0, 0] = torch.nan
     before = [p.clone() for p in model[0].parameters()]
     with pytest.raises(LobsError, match="layer '6': weight has 1 NaN"):
-        lobs.prune(model, data(), 0.5, inplace=True, progress=False)
+        lobs.prune(model, data(), lobs.Sparsity(0.5), inplace=True, progress=False)
     assert all(torch.equal(a, b) for a, b in zip(before, model[0].parameters(), strict=True))
 
 
 @pytest.mark.parametrize("inputs", ["dense", "pruned"])
 def test_layer_error_is_what_running_the_layer_shows(inputs):
     model, batches = network(), data()
-    result = lobs.prune(model, batches, 0.6, inputs=inputs, progress=False)
+    result = lobs.prune(model, batches, lobs.Sparsity(0.6), inputs=inputs, progress=False)
     watched = result.model if inputs == "pruned" else model
     for row in result.layers:
         dense, sparse = model.get_submodule(row.name), result.model.get_submodule(row.name)
@@ -91,7 +91,7 @@ def test_layers_outside_the_target_are_untouched():
     assert torch.equal(model[0].weight, result.model[0].weight) and torch.equal(
         model[6].bias, result.model[6].bias
     )
-    skipped = lobs.prune(model, data(), 0.9, skip="6", progress=False)
+    skipped = lobs.prune(model, data(), lobs.Sparsity(0.9), skip="6", progress=False)
     assert torch.equal(model[6].weight, skipped.model[6].weight) and len(skipped.layers) == 2
 
 
@@ -103,25 +103,27 @@ def test_error_budget_holds_for_every_layer():
 
 def test_bias_can_be_pruned_when_asked():
     model = network()
-    kept = lobs.prune(model, data(), 1.0, progress=False)
+    kept = lobs.prune(model, data(), lobs.Sparsity(1.0), progress=False)
     assert bool((kept.model[6].bias != 0).all()) and "6.bias" not in kept.masks
-    gone = lobs.prune(model, data(), 1.0, prune_bias=True, progress=False)
+    gone = lobs.prune(
+        model, data(), lobs.Sparsity(1.0), progress=False, numerics=lobs.Numerics(prune_bias=True)
+    )
     assert bool((gone.model[6].bias == 0).all()) and not bool(gone.masks["6.bias"].any())
     assert gone.total == kept.total + 6 + 20 + 4
 
 
 def test_removing_nothing_changes_nothing():
     model, batches = network(), data()
-    result = lobs.prune(model, batches, 0.0, progress=False)
+    result = lobs.prune(model, batches, lobs.Sparsity(0.0), progress=False)
     assert result.certificate.measured == pytest.approx(0, abs=1e-5)
     assert result.kept == result.total
 
 
 def test_what_is_sparser_already_stays_as_it_is_and_is_told_so():
     model, batches = network(), data()
-    sparse = lobs.prune(model, batches, 0.9, progress=False).model
+    sparse = lobs.prune(model, batches, lobs.Sparsity(0.9), progress=False).model
     with pytest.warns(lobs.NumericalWarning, match="ask for fewer than they had"):
-        again = lobs.prune(sparse, batches, 0.5, refit="layers", progress=False)
+        again = lobs.prune(sparse, batches, lobs.Sparsity(0.5), refit="layers", progress=False)
     for name, mask in again.masks.items():
         assert not bool(
             again.model.state_dict()[name][(sparse.state_dict()[name] == 0) | ~mask].any()
@@ -140,8 +142,8 @@ def test_a_layer_that_loses_weights_is_no_sparse_one():
             model,
             [torch.randn(2000, 20)],
             Sparsity(0.5, scope="layer"),
-            damping=1e-3,
             progress=False,
+            numerics=lobs.Numerics(damping=0.001),
         )
 
 
@@ -159,7 +161,9 @@ def test_small_weights_that_come_back_are_not_taken_for_dust(kind):
 
 def test_a_generator_is_as_good_as_a_list():
     model, batches = network(), data()
-    listed, read = (lobs.prune(model, b, 0.5, progress=False) for b in (batches, iter(batches)))
+    listed, read = (
+        lobs.prune(model, b, lobs.Sparsity(0.5), progress=False) for b in (batches, iter(batches))
+    )
     assert all(
         torch.equal(a, b) for a, b in zip(listed.masks.values(), read.masks.values(), strict=True)
     )
@@ -170,7 +174,9 @@ def test_a_data_loader_works():
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.randn(40, 1, 8, 8)), batch_size=16
     )
-    assert lobs.prune(network(), loader, 0.5, progress=False).settings["samples"] == 40
+    assert (
+        lobs.prune(network(), loader, lobs.Sparsity(0.5), progress=False).settings["samples"] == 40
+    )
 
 
 def test_pruned_inputs_see_the_pruned_network():
@@ -211,13 +217,15 @@ def test_wrong_arguments_name_the_choices(wrong):
 
 def test_half_precision_weights_stay_half():
     model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)).to(torch.bfloat16)
-    result = lobs.prune(model, [torch.randn(50, 8, dtype=torch.bfloat16)], 0.5, progress=False)
+    result = lobs.prune(
+        model, [torch.randn(50, 8, dtype=torch.bfloat16)], lobs.Sparsity(0.5), progress=False
+    )
     assert result.model[0].weight.dtype == torch.bfloat16
     assert int((result.model[0].weight == 0).sum()) >= 24
 
 
 def test_summary_says_what_was_done():
-    text = lobs.prune(network(), DATA, 0.5, progress=False).summary()
+    text = lobs.prune(network(), DATA, lobs.Sparsity(0.5), progress=False).summary()
     assert "kept 607 of 1,214 weights (50.00%)" in text and "output moved by at most" in text
 
 

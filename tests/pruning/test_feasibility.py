@@ -119,7 +119,7 @@ class Stateful(nn.Sequential):
 def test_state_that_is_no_tensor_is_no_obstacle():
     model, x = Stateful(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), [torch.randn(64, 8)]
     assert (
-        lobs.prune(model, x, 0.5, progress=False).kept == 33
+        lobs.prune(model, x, lobs.Sparsity(0.5), progress=False).kept == 33
         and lobs.prune(model, x, Budget(bytes=200), progress=False).kept
     )
 
@@ -130,7 +130,14 @@ def test_state_that_is_no_tensor_is_hashed_by_what_it_says(tmp_path):
 
     model, x = Stateful(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), [torch.randn(64, 8)]
     first, again = (
-        lobs.prune(model, x, 0.5, progress=False, resume=tmp_path / "run_store") for _ in range(2)
+        lobs.prune(
+            model,
+            x,
+            lobs.Sparsity(0.5),
+            progress=False,
+            execution=lobs.Execution(resume=tmp_path / "run_store"),
+        )
+        for _ in range(2)
     )
     assert torch.equal(first.model[0].weight, again.model[0].weight)
     said = {weights_hash(model)}
@@ -143,7 +150,12 @@ def test_state_that_is_no_tensor_is_hashed_by_what_it_says(tmp_path):
 
 def test_damping_is_a_number():
     with pytest.raises(lobs.LobsError, match="damping is 'much': it must be finite"):
-        lobs.prune(network(), [torch.randn(9, 8)], 0.5, damping="much")
+        lobs.prune(
+            network(),
+            [torch.randn(9, 8)],
+            lobs.Sparsity(0.5),
+            numerics=lobs.Numerics(damping="much"),
+        )
 
 
 def test_a_forecast_knows_patterns_and_trials():

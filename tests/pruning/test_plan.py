@@ -9,9 +9,9 @@ from torch.func import jacrev
 
 import lobs
 from lobs import Budget, GreedyOBS, LobsError, Problem, Sparsity
-from lobs.pruning.plan import allocate, row_losses
 from lobs.calibration.output_influence import output_influence
 from lobs.layers import find_layers
+from lobs.pruning.plan import allocate, row_losses
 from tests.conftest import make_moment
 
 
@@ -182,7 +182,9 @@ def test_network_scope_removes_exactly_the_fraction_of_everything():
 
 
 def test_a_generator_is_read_once_and_kept():
-    result = lobs.prune(network(), iter([torch.randn(60, 2, 5, 5).double()]), 0.5, progress=False)
+    result = lobs.prune(
+        network(), iter([torch.randn(60, 2, 5, 5).double()]), lobs.Sparsity(0.5), progress=False
+    )
     assert result.certificate.measured is not None
 
 
@@ -237,7 +239,7 @@ def test_max_drop_keeps_the_score_and_reports_every_look():
     def score(net):
         return 100 * float((net(x).argmax(1) == labels).double().mean())
 
-    result = lobs.prune(model, data(), Budget(drop=10.0), evaluate=score, progress=False)
+    result = lobs.prune(model, data(), Budget(drop=10.0, evaluate=score), progress=False)
     assert score(result.model) >= 90.0
     assert result.kept < result.total
     trials = result.settings["trials"]
@@ -249,10 +251,7 @@ def test_max_drop_keeps_the_score_and_reports_every_look():
 def test_the_search_for_a_largest_drop_stays_within_the_limits(limits, drop):
     model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(64, 8)
     y = model(x).detach()
-    found = lobs.prune(
-        model, [x], Budget(drop=drop, **limits), evaluate=lambda net: -float((net(x) - y).detach().square().mean()),
-        inputs="dense", solver="magnitude", progress=False,
-    )  # fmt: skip
+    found = lobs.prune(model, [x], Budget(drop=drop, **limits, evaluate=lambda net: -float((net(x) - y).detach().square().mean())), inputs='dense', solver='magnitude', progress=False)  # fmt: skip
     kept = found.layers[0].kept_fraction
     assert kept >= 0.5 if "keep_at_least" in limits else kept <= 0.5
 
@@ -295,8 +294,8 @@ def test_an_error_taken_for_a_score_is_told_of():
         lobs.NumericalWarning,
         match="a score of which more is better; to use an error, return its negative",
     ):
-        lobs.prune(model, [x], Budget(drop=0.1), evaluate=error, progress=False)
-    lobs.prune(model, [x], Budget(drop=0.1), evaluate=lambda net: -error(net), progress=False)
+        lobs.prune(model, [x], Budget(drop=0.1, evaluate=error), progress=False)
+    lobs.prune(model, [x], Budget(drop=0.1, evaluate=lambda net: -error(net)), progress=False)
 
 
 def test_a_largest_drop_that_nothing_meets_is_told_of():
@@ -310,7 +309,7 @@ def test_a_largest_drop_that_nothing_meets_is_told_of():
         lobs.NumericalWarning,
         match="none of 8 trials stayed within 0.2 of the dense score 100: the best lost 50 with",
     ):
-        result = lobs.prune(model, [x], Budget(drop=0.2), evaluate=falls, progress=False)
+        result = lobs.prune(model, [x], Budget(drop=0.2, evaluate=falls), progress=False)
     assert result.kept == result.total and "score 50 (-50)" in result.summary()
     with pytest.raises(LobsError, match="evaluate is 5: give a function"):
-        lobs.prune(model, [x], Budget(drop=0.2), evaluate=5, progress=False)
+        lobs.prune(model, [x], Budget(drop=0.2, evaluate=5), progress=False)

@@ -73,7 +73,12 @@ def test_on_dense_inputs_the_exact_solver_makes_the_predicted_errors_true(once):
 def test_the_predicted_change_of_a_single_last_layer_is_the_measured_one():
     torch.manual_seed(0)
     result = lobs.prune(
-        nn.Linear(12, 5), [torch.randn(200, 12)], 0.5, solver=EXACT, progress=False, inputs="dense"
+        nn.Linear(12, 5),
+        [torch.randn(200, 12)],
+        lobs.Sparsity(0.5),
+        solver=EXACT,
+        progress=False,
+        inputs="dense",
     )
     assert result.preview.change[result.preview.at] == pytest.approx(
         result.certificate.measured, rel=1e-3
@@ -113,8 +118,7 @@ def test_a_largest_drop_leaves_the_outlook_of_the_network_that_was_chosen():
     result = lobs.prune(
         model,
         batches,
-        Budget(drop=0.2),
-        evaluate=score,
+        Budget(drop=0.2, evaluate=score),
         solver=EXACT,
         progress=False,
         inputs="dense",

@@ -15,12 +15,10 @@ from torch.func import functional_call, jacrev
 from torch.utils.data import DataLoader, TensorDataset
 
 import lobs
-from lobs.pruning.refit import joint
-from lobs.pruning.refit import gauss_newton
-from lobs.pruning.refit import split
-from lobs.pruning.refit.joint import Compensation, compensate, effort
 from lobs._system.distributed import ProcessGroup
 from lobs.layers import find_layers
+from lobs.pruning.refit import gauss_newton, joint, split
+from lobs.pruning.refit.joint import Compensation, compensate, effort
 
 
 def network(seed=0):

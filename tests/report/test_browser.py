@@ -32,9 +32,9 @@ def pruned(fraction=0.8, **more):
         [images],
         fraction,
         solver=lobs.GreedyOBS(backend="torch"),
-        diagnostics=True,
         progress=False,
         **more,
+        execution=lobs.Execution(diagnostics=True),
     )
     return Run("main", result, 1.5, 1.8, dense=model, example=images)
 

@@ -17,8 +17,9 @@ from plotly.offline import get_plotlyjs
 from torch import nn
 
 import lobs
-from lobs.errors import FileError, LobsError
 from lobs.certificate.bound import Certificate
+from lobs.errors import FileError, LobsError
+from lobs.pruning.result import Histogram
 from lobs.report import (
     Run,
     figures,
@@ -31,7 +32,6 @@ from lobs.report import (
     write_report,
 )
 from lobs.report.tables import environment
-from lobs.pruning.result import Histogram
 
 HOSTILE = [
     '<img src="https://evil.example/x">',
@@ -62,8 +62,8 @@ def run(solver, model=None, **more):
         lobs.Sparsity(0.5, scope="layer"),
         inputs="dense",
         solver=SOLVERS[solver],
-        diagnostics=True,
         progress=False,
+        execution=lobs.Execution(diagnostics=True),
     )
     return Run(solver, dataclasses.replace(result, **more), 1.66, 1.85)
 
@@ -401,7 +401,9 @@ def network_budget(**more):
         nn.Linear(8, 3),
     )
     images = torch.rand(30, 1, 6, 6)
-    result = lobs.prune(model, [images], 0.7, solver=SOLVERS["exact"], progress=False, **more)
+    result = lobs.prune(
+        model, [images], lobs.Sparsity(0.7), solver=SOLVERS["exact"], progress=False, **more
+    )
     return Run("budget", result, 1.0, 2.0, dense=model, example=images)
 
 
@@ -471,7 +473,11 @@ def test_a_convolution_without_pictures_is_left_out_of_the_gallery():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Flatten(), nn.Linear(3 * 16, 4))
     result = lobs.prune(
-        model, [torch.rand(20, 2, 4, 4)], 0.5, solver=SOLVERS["exact"], progress=False
+        model,
+        [torch.rand(20, 2, 4, 4)],
+        lobs.Sparsity(0.5),
+        solver=SOLVERS["exact"],
+        progress=False,
     )
     assert pictures.gallery([Run("1x1", result, dense=model)]) == []
 
@@ -503,7 +509,10 @@ def test_runs_of_different_networks_say_so_and_held_out_change_is_in_the_first_p
     one, held = network_budget(), [torch.rand(20, 1, 6, 6)]
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
     other = Run(
-        "other", lobs.prune(model, [torch.rand(30, 1, 6, 6)], 0.5, held_out=held, progress=False)
+        "other",
+        lobs.prune(
+            model, [torch.rand(30, 1, 6, 6)], lobs.Sparsity(0.5), held_out=held, progress=False
+        ),
     )
     assert "Different networks" in page([one, other]) and "Different networks" not in page(
         [one, network_budget()]

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs.solvers import linalg
 from lobs.errors import ProblemError
+from lobs.solvers import linalg
 
 
 def test_the_norm_of_a_large_matrix_is_bounded_from_above(monkeypatch):

@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from lobs import ErrorBudget, Problem, solve
-
-from lobs.solvers import linalg
-
-from lobs.solvers import metric
 from lobs.errors import NumericalWarning, ProblemError, saying_once
+from lobs.solvers import linalg, metric
 from tests.conftest import make_moment
 
 

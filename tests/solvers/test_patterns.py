@@ -5,8 +5,8 @@ import torch
 
 from lobs import Block, GreedyOBS, LobsError, NByM, Problem, Sparsity, Structured, solve
 from lobs.solvers.patterns.block import block_path
-from lobs.solvers.patterns.nbym import quota_of, solve_nbym
 from lobs.solvers.patterns.group_swaps import swap_within_groups
+from lobs.solvers.patterns.nbym import quota_of, solve_nbym
 from tests import naive
 from tests.conftest import make_moment
 from tests.solvers.test_laws import PROBLEMS

@@ -19,13 +19,13 @@ from lobs import (
 )
 from lobs.solvers.admm import _sample
 from lobs.solvers.auto import costs
-from lobs.solvers.local_search import swap
 from lobs.solvers.least_squares import (
     least_squares,
     on_support,
     typical_independence,
     weighted_error,
 )
+from lobs.solvers.local_search import swap
 from tests.conftest import make_moment
 
 

@@ -13,7 +13,7 @@ from lobs import LobsError
 
 def pruned():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 9, 5))
-    return lobs.prune(model, [torch.randn(30, 1, 5, 5)], 0.7, progress=False)
+    return lobs.prune(model, [torch.randn(30, 1, 5, 5)], lobs.Sparsity(0.7), progress=False)
 
 
 def test_round_trip_is_bit_equal(tmp_path):

@@ -34,7 +34,7 @@ model = nn.Sequential(
 batches = [torch.randn(30, 16) for _ in range(4)]
 
 def run(out, folder=None):
-    lobs.prune(model, batches, 0.7, progress=False, resume=folder).save(out)
+    lobs.prune(model, batches, keep=0.3, progress=False, execution=lobs.Execution(resume=folder)).save(out)
 
 def content(path):
     saved = lobs.load(path)
@@ -192,7 +192,7 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_changed_input_or_setting_is_refused_by_name(tmp_path, what):
     options = {"resume": tmp_path, "progress": False}
-    lobs.prune(network(), data(), 0.6, **options)
+    lobs.prune(network(), data(), lobs.Sparsity(0.6), **options)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     model, batches, target, changed = CHANGES[what](network(), data(), options)
     with pytest.raises(
@@ -261,8 +261,20 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 
 def test_a_damaged_piece_names_the_file_to_delete(tmp_path):
-    lobs.prune(network(), data(), 0.6, resume=tmp_path, progress=False)
+    lobs.prune(
+        network(),
+        data(),
+        lobs.Sparsity(0.6),
+        progress=False,
+        execution=lobs.Execution(resume=tmp_path),
+    )
     victim = next(tmp_path.glob("run*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-3])
     with pytest.raises(LobsError, match=victim.stem[:5]):
-        lobs.prune(network(), data(), 0.6, resume=tmp_path, progress=False)
+        lobs.prune(
+            network(),
+            data(),
+            lobs.Sparsity(0.6),
+            progress=False,
+            execution=lobs.Execution(resume=tmp_path),
+        )

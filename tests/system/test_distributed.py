@@ -14,8 +14,8 @@ import time
 import pytest
 import torch
 
-from lobs.calibration.collect import Calibration
 from lobs._system.distributed import ProcessGroup
+from lobs.calibration.collect import Calibration
 
 pytestmark = pytest.mark.xdist_group("yard")
 # Everything is loaded once; every crew is forked from there, so that twenty of them do not load

@@ -10,13 +10,13 @@ from torch import nn
 
 import lobs
 from lobs import LobsError, Sparsity
-from lobs.solvers import linalg
 from lobs._system import memory
 from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
+from lobs.calibration.moments import Moments, PairedMoments
 from lobs.calibration.on_demand import passes
 from lobs.layers import find_layers
-from lobs.calibration.moments import Moments, PairedMoments
 from lobs.pruning.sweep import sweep
+from lobs.solvers import linalg
 from tests.conftest import make_moment
 
 
@@ -166,7 +166,10 @@ def test_lobs_takes_a_wide_layers_moment_as_it_was_made_ready(wide):
 def test_a_dry_run_knows_that_given_damping_takes_double_precision(monkeypatch):
     monkeypatch.setattr("lobs._system.memory._WIDE", 1)
     single_copy, plain = (
-        lobs.forecast(network(), batches(), 0.5, damping=x).widest_bytes for x in (None, 0.1)
+        lobs.forecast(
+            network(), batches(), lobs.Sparsity(0.5), numerics=lobs.Numerics(damping=x)
+        ).widest_bytes
+        for x in (None, 0.1)
     )
     assert plain > single_copy
 
@@ -186,9 +189,9 @@ def test_a_wide_layers_error_is_that_of_running_it(wide, solver):
 
 def test_a_wide_layer_without_room_for_copies_gives_the_same_bits(wide, monkeypatch):
     model = network()
-    one = lobs.prune(model, batches(), 0.5, solver="admm", progress=False)
+    one = lobs.prune(model, batches(), lobs.Sparsity(0.5), solver="admm", progress=False)
     monkeypatch.setattr("lobs._system.memory.fits", lambda _: False)
-    two = lobs.prune(model, batches(), 0.5, solver="admm", progress=False)
+    two = lobs.prune(model, batches(), lobs.Sparsity(0.5), solver="admm", progress=False)
     assert all(
         torch.equal(a, b)
         for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True)
@@ -226,7 +229,7 @@ def test_dead_inputs_of_a_wide_layer_cost_nothing_and_stay_if_kept(wide):
     cut = lobs.prune(model, [x], 1 / 6, solver="admm", inputs="dense", progress=False)
     assert cut.layers[0].error < 1e-9
     assert torch.equal(cut.model[0].weight[:, 4], torch.zeros(3))
-    whole = lobs.prune(model, [x], 0.0, solver="admm", progress=False)
+    whole = lobs.prune(model, [x], lobs.Sparsity(0.0), solver="admm", progress=False)
     torch.testing.assert_close(whole.model[0].weight, model[0].weight, rtol=1e-4, atol=1e-5)
 
 
@@ -236,7 +239,14 @@ def test_layers_in_groups_give_the_same_bits(monkeypatch, inputs, target):
     model = network()
     one = lobs.prune(model, batches(), target, inputs=inputs, progress=False)
     monkeypatch.setattr("lobs.calibration.on_demand.passes", lambda layers, _: passes(layers, 1.0))
-    two = lobs.prune(model, batches(), target, inputs=inputs, progress=False, memory="100GB")
+    two = lobs.prune(
+        model,
+        batches(),
+        target,
+        inputs=inputs,
+        progress=False,
+        execution=lobs.Execution(memory="100GB"),
+    )
     assert all(
         torch.equal(a, b)
         for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True)
@@ -260,7 +270,14 @@ def test_too_little_memory_names_the_layer_the_number_and_the_remedy():
         LobsError,
         match=r"memory=.* is not enough: .* for layer '0'\. Allow .*, or skip the layer\.",
     ):
-        lobs.prune(model, batches(), 0.5, memory="100MB", inplace=True, progress=False)
+        lobs.prune(
+            model,
+            batches(),
+            lobs.Sparsity(0.5),
+            inplace=True,
+            progress=False,
+            execution=lobs.Execution(memory="100MB"),
+        )
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
     )
@@ -268,7 +285,9 @@ def test_too_little_memory_names_the_layer_the_number_and_the_remedy():
 
 def test_a_forecast_says_what_will_be_done_and_touches_nothing():
     model = network()
-    ahead = lobs.forecast(model, batches(), 0.5, memory="100GB")
+    ahead = lobs.forecast(
+        model, batches(), lobs.Sparsity(0.5), execution=lobs.Execution(memory="100GB")
+    )
     assert ahead.limit == 100e9 and ahead.peak < 100e9 and ahead.seconds > 0
     assert [stage.name for stage in ahead.stages] == [
         "count inputs",
@@ -288,7 +307,9 @@ def test_a_forecast_knows_what_batch_norms_take_and_when_they_are_left_alone():
     model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
     x = [torch.randn(30, 8)]
     for told, last in ((True, ("batch norm", 10)), (False, ("measure", 2))):
-        stage = lobs.forecast(model, x, 0.5, batch_norm=told).stages[-1]
+        stage = lobs.forecast(
+            model, x, lobs.Sparsity(0.5), numerics=lobs.Numerics(batch_norm=told)
+        ).stages[-1]
         assert (stage.name, stage.passes) == last
 
 
@@ -326,17 +347,31 @@ def test_wide_layers_verify(wide, tmp_path, inputs):
 
 def test_a_run_with_other_room_takes_up_the_journal(tmp_path, monkeypatch):
     model = network()
-    whole = lobs.prune(model, batches(), 0.5, memory="50GB", progress=False)
+    whole = lobs.prune(
+        model,
+        batches(),
+        lobs.Sparsity(0.5),
+        progress=False,
+        execution=lobs.Execution(memory="50GB"),
+    )
     monkeypatch.setattr("lobs.calibration.on_demand.passes", lambda layers, _: passes(layers, 1.0))
     with monkeypatch.context() as patch:
         patch.setattr("lobs.pruning.session.Job._measure", lambda self: self.gather() or exit())
         with pytest.raises(SystemExit):
             lobs.prune(
-                model, batches(), 0.5, memory="50GB", resume=tmp_path / "work", progress=False
+                model,
+                batches(),
+                lobs.Sparsity(0.5),
+                progress=False,
+                execution=lobs.Execution(memory="50GB", resume=tmp_path / "work"),
             )
     monkeypatch.setattr("lobs.calibration.on_demand.passes", passes)
     resumed = lobs.prune(
-        model, batches(), 0.5, memory="50GB", resume=tmp_path / "work", progress=False
+        model,
+        batches(),
+        lobs.Sparsity(0.5),
+        progress=False,
+        execution=lobs.Execution(memory="50GB", resume=tmp_path / "work"),
     )
     assert all(
         torch.equal(a, b)
@@ -360,7 +395,7 @@ def test_what_a_step_writes_into_its_input_is_seen_on_disk_too(monkeypatch):
     torch.manual_seed(0)
     model, data = WritesIntoItsInput(), [torch.randn(50, 8) for _ in range(2)]
     with pytest.raises(LobsError, match="going back through the network"):
-        lobs.prune(model, data, 0.5, progress=False)
+        lobs.prune(model, data, lobs.Sparsity(0.5), progress=False)
     target = Sparsity(0.5, scope="layer")
     in_memory = lobs.prune(model, data, target, progress=False)
     monkeypatch.setattr("lobs.calibration.paired._IN_MEMORY", 0)
@@ -385,7 +420,7 @@ def test_half_precision_does_not_overflow(wide):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 4)).half(), torch.randn(300, 6)
     x[:, 1] = 2e-6 * x[:, 0] + 1e-9 * x[:, 1]
-    cut = lobs.prune(model, [x.half()], 0.5, solver="admm", progress=False)
+    cut = lobs.prune(model, [x.half()], lobs.Sparsity(0.5), solver="admm", progress=False)
     assert bool(torch.isfinite(cut.model[0].weight).all())
 
 
@@ -415,13 +450,13 @@ def test_many_tensors_aside_are_one_open_file():
 def test_forecasts_refuse_what_prune_refuses():
     for wrong in ({"passes": 0}, {"inputs": "wet"}, {"solver": "magic"}):
         with pytest.raises(LobsError):
-            lobs.forecast(network(), batches(), 0.5, **wrong)
+            lobs.forecast(network(), batches(), lobs.Sparsity(0.5), **wrong)
     with pytest.raises(LobsError):
-        lobs.forecast("network", batches(), 0.5)
+        lobs.forecast("network", batches(), lobs.Sparsity(0.5))
     with pytest.raises(LobsError):
         lobs.forecast(network(), batches(), Sparsity({"nowhere": 0.5}))
     with pytest.raises(LobsError, match="no calibration samples"):
-        lobs.forecast(network(), [], 0.5)
+        lobs.forecast(network(), [], lobs.Sparsity(0.5))
 
 
 def test_forecasts_count_what_a_batch_takes_on_its_way():

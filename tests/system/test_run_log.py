@@ -11,7 +11,7 @@ from torch import nn
 
 import lobs
 from lobs import LobsError
-from lobs._system.run_log import recorded_run, peak_bytes, phase
+from lobs._system.run_log import peak_bytes, phase, recorded_run
 
 
 def test_only_the_outermost_work_counts_so_that_totals_add_up():
@@ -33,7 +33,13 @@ def test_without_an_observer_nothing_is_kept():
 def run(path=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    return lobs.prune(model, [torch.randn(50, 6)], 0.5, progress=False, log_json=path)
+    return lobs.prune(
+        model,
+        [torch.randn(50, 6)],
+        lobs.Sparsity(0.5),
+        progress=False,
+        execution=lobs.Execution(log=path),
+    )
 
 
 def test_the_log_is_lines_of_json_that_pair_beginnings_with_ends(tmp_path):
@@ -58,7 +64,11 @@ def test_work_that_fails_says_so_in_the_log(tmp_path):
     model = nn.Sequential(nn.Linear(6, 5))
     with pytest.raises(LobsError):
         lobs.prune(
-            model, [torch.full((2, 6), torch.nan)], 0.5, progress=False, log_json=tmp_path / "log"
+            model,
+            [torch.full((2, 6), torch.nan)],
+            lobs.Sparsity(0.5),
+            progress=False,
+            execution=lobs.Execution(log=tmp_path / "log"),
         )
     assert [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()] == [
         "begin",

@@ -12,8 +12,8 @@ from lobs import (
     Sparsity,
     Stage,
     distillation,
-    prune_in_stages,
     prune,
+    prune_in_stages,
     retrain,
     sgd,
 )

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lobs import LobsError, zoo
-
 from lobs.storage import checkpoint
 from lobs.zoo.classics import VGG16, AlexNet
 from lobs.zoo.resnet import ResNet50

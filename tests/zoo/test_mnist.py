@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs.zoo.datasets import mnist
 from lobs.errors import DataError
+from lobs.zoo.datasets import mnist
 
 
 def test_mnist_is_the_real_one():

@@ -14,21 +14,20 @@ first is 5 % off, it is corrected, and each one behind it once more for its own 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lobs.solvers import linalg
 from lobs._system.distributed import process_group
+from lobs.calibration.comparison import Comparison, side_by_side
 from lobs.calibration.forward import call
+from lobs.solvers import linalg
 
-# See `reestimate`.
-Compare: TypeAlias = Callable[[Callable[[Any], None] | None], float | None]
 # Statistics that bring the output nearer by less stay: others than the dense network's cost the
 # certificate its bound.
 _WORTH = 0.01
@@ -78,54 +77,93 @@ def find_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
-def reestimate(model: nn.Module, dense: nn.Module, compare: Compare) -> BatchNormEffect | None:
-    """Re-estimate the statistics of all batch norms that pruning has reached; None where there is none.
+def reestimate(
+    model: nn.Module,
+    dense: nn.Module,
+    batches: Iterable[Any],
+    comparison: Callable[[], Comparison],
+) -> tuple[BatchNormEffect | None, Comparison | None]:
+    """Re-estimate the statistics of all batch norms that pruning has reached.
 
-    They start as the dense network's. `compare` runs the dense and then the pruned network on every
-    batch, calls what it is given with the batch, and says in the end how far the output is from the
-    dense one's; should that not shrink by a hundredth, the statistics are again what they were.
+    They start as the dense network's. If the new ones do not bring the output nearer to the dense
+    one by a hundredth, the old ones are put back.
+
+    Args:
+        model: the pruned network, changed in place.
+        dense: the network as it was given.
+        batches: the data, read up to twice.
+        comparison: makes an empty comparison of the two networks.
+
+    Returns:
+        The effect, None where there is nothing to re-estimate, and the comparison that holds for
+        the network as it is left, None where none was made.
     """
-    norms, theirs = find_norms(model), find_norms(dense)
+    norms = find_norms(model)
     if not norms:
-        return None
-    dense_sums = {name: _Sums(_mean(norm)) for name, norm in theirs.items()}
-    sums = {name: _Sums(_mean(norm)) for name, norm in norms.items()}
-
-    # After each call of a norm: one that is called twice is compared with what the dense network
-    # had seen by then.
-    dense_calls: dict[str, list[_Sums]] = {name: [] for name in theirs}
-
-    def note(name: str, x: Tensor) -> None:
-        dense_sums[name].add(x)
-        dense_calls[name].append(copy.deepcopy(dense_sums[name]))
-
-    def follow(name: str, x: Tensor) -> None:
-        sums[name].add(x)
-        calls = dense_calls[name]
-        _move(norms[name], theirs[name], calls.pop(0) if calls else dense_sums[name], sums[name])
-
-    def once_more(batch: Any) -> None:
-        """The pruned network again, every norm with what it has seen so far."""
-        with _watching(norms, follow):
-            call(model, batch)
-        borrow_statistics(model, dense)
-        for calls in dense_calls.values():
-            calls.clear()
-
-    with _watching(theirs, note):
-        before = compare(once_more)
-    for name, norm in norms.items():
-        dense_sums[name].join()
-        sums[name].join()
-        _move(norm, theirs[name], dense_sums[name], sums[name])
-    moved = [name for name, norm in norms.items() if not _same(norm, theirs[name])]
+        return None, None
+    update, before = NormUpdate(model, dense), comparison()
+    with (
+        side_by_side(dense, model, batches, "batch norm") as passing,
+        watching_norms(update.dense, update.see_dense),
+    ):
+        for batch in passing:
+            before.add(batch)
+            update.add(batch)
+    before.join()
+    moved = update.apply()
     if not moved:
-        return None
-    after = compare(None)
-    changed = before is None or after is None or after < (1 - _WORTH) * before
+        return None, before
+    after = comparison()
+    with side_by_side(dense, model, batches) as passing:
+        for batch in passing:
+            after.add(batch)
+    after.join()
+    unknown = before.output is None or after.output is None
+    changed = unknown or after.output < (1 - _WORTH) * before.output  # type: ignore[operator]
     if not changed:
         borrow_statistics(model, dense)
-    return BatchNormEffect(tuple(moved), before, after, changed)
+    effect = BatchNormEffect(tuple(moved), before.output, after.output, changed)
+    return effect, after if changed else before
+
+
+class NormUpdate:
+    """New statistics for a pruned network's batch norms, from both networks' inputs to them."""
+
+    def __init__(self, model: nn.Module, dense: nn.Module) -> None:
+        self.model, self.origin = model, dense
+        self.norms, self.dense = find_norms(model), find_norms(dense)
+        self._dense_sums = {name: _Sums(_mean(norm)) for name, norm in self.dense.items()}
+        self._sums = {name: _Sums(_mean(norm)) for name, norm in self.norms.items()}
+        # The dense sums after each call: a norm that is called twice in one pass is compared with
+        # what the dense network had seen by the same call.
+        self._calls: dict[str, list[_Sums]] = {name: [] for name in self.dense}
+
+    def see_dense(self, name: str, x: Tensor) -> None:
+        """Add what reached one of the dense network's norms."""
+        self._dense_sums[name].add(x)
+        self._calls[name].append(copy.deepcopy(self._dense_sums[name]))
+
+    def add(self, batch: Any) -> None:
+        """Run the pruned network once more, every norm with the statistics seen so far."""
+        with watching_norms(self.norms, self._follow):
+            call(self.model, batch)
+        borrow_statistics(self.model, self.origin)
+        for calls in self._calls.values():
+            calls.clear()
+
+    def apply(self) -> list[str]:
+        """Write the new statistics and return the names of the norms that changed."""
+        for name, norm in self.norms.items():
+            self._dense_sums[name].join()
+            self._sums[name].join()
+            _move(norm, self.dense[name], self._dense_sums[name], self._sums[name])
+        return [name for name, norm in self.norms.items() if not _same(norm, self.dense[name])]
+
+    def _follow(self, name: str, x: Tensor) -> None:
+        self._sums[name].add(x)
+        calls = self._calls[name]
+        seen = calls.pop(0) if calls else self._dense_sums[name]
+        _move(self.norms[name], self.dense[name], seen, self._sums[name])
 
 
 def _same(norm: _BatchNorm, other: _BatchNorm) -> bool:
@@ -223,7 +261,9 @@ class _Sums:
 
 
 @contextmanager
-def _watching(norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+def watching_norms(
+    norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]
+) -> Iterator[None]:
     """Show what reaches each batch norm before it works on it."""
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:

@@ -222,7 +222,7 @@ class PairedMoments:
         self.pruned.join()
         process_group().all_reduce(self._outer, self._sum)
 
-    def missed(self, weight: Tensor) -> Tensor:
+    def residual(self, weight: Tensor) -> Tensor:
         """W D as (groups, rows, columns), with the constant-1 column last where there is a bias."""
         n = max(self.pruned.count, 1)
         outer, total = self._outer.to(torch.float64) / n, self._sum / n

@@ -1,30 +1,23 @@
-"""The certificate of a whole network: what the theorem promises, beside what was measured."""
+"""The certificate of a whole network: the theorem's bound beside the measured distance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lobs.certificate import lipschitz
-
-from lobs.certificate import bound
-
-from lobs.solvers import linalg
 from lobs.calibration.batches import guarded
 from lobs.calibration.collect import Calibration, collect_moments
-from lobs._system.distributed import process_group
-from lobs.errors import CalibrationError, UnsupportedLayerError, caution
-from lobs.layers import Layer, find_layers, watching
+from lobs.calibration.comparison import Comparison, compare
+from lobs.certificate import bound, lipschitz
 from lobs.certificate.bound import Certificate
+from lobs.errors import CalibrationError, UnsupportedLayerError, caution
+from lobs.layers import find_layers
 from lobs.solvers.problem import Problem
-from lobs._system.progress import track
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
 
 
 def certify(
@@ -35,11 +28,17 @@ def certify(
     held_out: Iterable[Any] | None = None,
     layers: str | Iterable[str] | None = None,
 ) -> Certificate:
-    """Bound how far a pruned network's output moved over `batches`, and measure it there and on held-out inputs.
+    """Bound how far a pruned network's output moved over `batches`, and measure it.
 
-    Works for any two networks of one architecture, however the second was made: layer errors are
-    measured here, on the dense network's inputs. `batches` are run twice, so a list or a DataLoader
-    is needed.
+    It works for any two networks of one architecture, however the second was made. Layer errors are
+    measured here, on the dense network's inputs.
+
+    Args:
+        dense: the network as it was given.
+        pruned: the network to compare with it.
+        batches: inputs, read twice: a list or a DataLoader.
+        held_out: other inputs to measure the distance on.
+        layers: names or globs of the layers that may differ; all by default.
     """
     before, after = (
         {layer.name: layer for layer in find_layers(m, layers)} for m in (dense, pruned)
@@ -62,16 +61,15 @@ def certify(
             layer.matrix(), calibration[name].moment.to(layer.weight.device), name=f"layer '{name}'"
         )
         largest[name] = problem.largest_error_of(after[name].matrix())
-    apart = distances(dense, pruned, batches, (), calibration.samples)
-    return certificate(
-        dense, pruned, calibration, layer_errors(largest, calibration), apart, held_out=held_out
-    )
+    comparison = compare(dense, pruned, batches, expected=calibration.samples)
+    errors = layer_errors(largest, calibration)
+    return certificate(comparison, calibration, errors, held_out=held_out)
 
 
 def layer_errors(largest: Mapping[str, float], calibration: Calibration) -> dict[str, float]:
-    """√E by layer, in root mean square over the network's samples.
+    """Return √E by layer, root mean square over the network's samples.
 
-    E is a mean over a layer's input vectors; a convolution has many of them in each sample.
+    E is a mean over a layer's input vectors. A convolution has many of them in each sample.
     """
     return {
         name: math.sqrt(e * calibration.count(name) / calibration.samples)
@@ -80,53 +78,69 @@ def layer_errors(largest: Mapping[str, float], calibration: Calibration) -> dict
 
 
 def certificate(
-    dense: nn.Module,
-    pruned: nn.Module,
+    comparison: Comparison,
     calibration: Calibration,
-    errors: dict[str, float],
-    apart: Distances,
+    errors: Mapping[str, float],
     *,
     held_out: Iterable[Any] | None,
     dense_gains: Mapping[str, Tensor] | None = None,
     absorbed: bool = False,
 ) -> Certificate:
-    """Put the bound for known layer errors beside what is measured.
+    """Put the bound for known layer errors beside the measured distance.
 
-    `dense_gains` are the dense matrices, where errors were measured on the pruned network's inputs.
-    `absorbed` says that errors are whole distances between the networks' outputs at each layer, so
-    that a layer forgets what came before it.
+    Args:
+        comparison: the two networks, compared over the calibration data.
+        calibration: what reached the layers.
+        errors: √E by layer, root mean square over the network's samples.
+        held_out: other inputs to measure the distance on.
+        dense_gains: dense matrices by layer, where errors were measured on the pruned network's
+            inputs.
+        absorbed: errors are whole distances between the networks' outputs at each layer, so errors
+            of earlier layers do not add to them.
     """
+    dense, pruned = comparison.dense, comparison.pruned
     try:
-        if len(calibration.shapes) > 1:
-            raise lipschitz.NotAChainError(
-                f"inputs came in {len(calibration.shapes)} different shapes"
-            )
-        other = _other_difference(dense, pruned, calibration)
-        if other:
-            raise lipschitz.NotAChainError(
-                f"'{other}' differs too, beside the layers (re-estimated batch norms? "
-                "batch_norm=False leaves them alone)"
-            )
-        links = lipschitz.links(pruned, calibration.example, errors, dict(dense_gains or {}))
-        if absorbed:
-            links = [
-                replace(link, gain=0.0, frobenius_gain=0.0) if link.name in errors else link
-                for link in links
-            ]
-        found = bound.compose(links)
+        found = _bound(dense, pruned, calibration, errors, dense_gains, absorbed)
     except lipschitz.NotAChainError as error:
         found = bound.refuse(str(error))
     return replace(
         found,
-        measured=apart.output,
+        measured=comparison.output,
+        output_norm=comparison.output_norm,
         held_out=None if held_out is None else _held_out(dense, pruned, held_out),
     )
 
 
+def _bound(
+    dense: nn.Module,
+    pruned: nn.Module,
+    calibration: Calibration,
+    errors: Mapping[str, float],
+    dense_gains: Mapping[str, Tensor] | None,
+    absorbed: bool,
+) -> Certificate:
+    """Compose the bound along the chain of layers; refuse where the theorem does not apply."""
+    if len(calibration.shapes) > 1:
+        raise lipschitz.NotAChainError(f"inputs came in {len(calibration.shapes)} different shapes")
+    other = _other_difference(dense, pruned, calibration)
+    if other:
+        raise lipschitz.NotAChainError(
+            f"'{other}' differs too, beside the layers (re-estimated batch norms? "
+            "Numerics(batch_norm=False) leaves them alone)"
+        )
+    links = lipschitz.links(pruned, calibration.example, dict(errors), dict(dense_gains or {}))
+    if absorbed:
+        links = [
+            replace(link, gain=0.0, frobenius_gain=0.0) if link.name in errors else link
+            for link in links
+        ]
+    return bound.compose(links)
+
+
 def _held_out(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> float | None:
-    """The distance on inputs kept back; what is wrong with these does not undo the pruning, but is said."""
+    """Return the distance on held-out inputs; unusable inputs give a warning and None."""
     try:
-        found = distances(dense, pruned, batches, ())
+        found = compare(dense, pruned, batches)
     except CalibrationError as error:
         caution(f"held_out could not be measured: {error}")
         return None
@@ -138,7 +152,7 @@ def _held_out(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> fl
 
 
 def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]) -> str | None:
-    """The first entry of the state that differs though no layer's error accounts for it."""
+    """Return the first entry of the state that differs outside the given layers."""
     known = {id(tensor) for layer in find_layers(dense, layers) for tensor in layer.tensors()}
     theirs = pruned.state_dict()
     for name, value in dense.state_dict(keep_vars=True).items():
@@ -151,90 +165,3 @@ def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]
         if not isinstance(theirs.get(name), Tensor) or not torch.equal(value, theirs[name]):
             return name
     return None
-
-
-def deviation(
-    model: nn.Module, other: nn.Module, batches: Iterable[Any], expected: int | None = None
-) -> float | None:
-    """Root mean square distance between two networks' outputs over the data; see `distances`."""
-    return distances(model, other, batches, (), expected).output
-
-
-@dataclass(frozen=True)
-class Distances:
-    """How far two networks are apart: their outputs, root mean square by sample, and their layers' outputs; samples seen.
-
-    `layers[name]` is Σ‖ẑ − z‖², Σ‖z‖² and the number of output vectors z over all samples and
-    positions.
-    """
-
-    output: float | None
-    layers: dict[str, tuple[float, float, int]]
-    samples: int
-
-
-def distances(
-    model: nn.Module,
-    other: nn.Module,
-    batches: Iterable[Any],
-    layers: Sequence[tuple[Layer, Layer]],
-    expected: int | None = None,
-    each: Callable[[Any], None] | None = None,
-) -> Distances:
-    """Run two networks on the same data and compare. What else is to be done with a batch, `each` does after them.
-
-    `output` is None if they do not return a tensor, or if the data yields other than the expected
-    number of samples, as an iterable does that can be read only once.
-    """
-    total, samples, single = 0.0, 0, True
-    sums = {before.name: [0.0, 0.0] for before, _ in layers}
-    elements = dict.fromkeys(sums, 0)
-    kept: dict[str, list[Tensor]] = {}
-
-    def keep(name: str, z: Tensor) -> None:
-        kept.setdefault(name, []).append(
-            z.detach().clone()
-        )  # a step after the layer may work in place on what it gave
-
-    def compare(name: str, z_hat: Tensor) -> None:
-        z = kept[name].pop(0)
-        kind = torch.promote_types(z.dtype, torch.float32)
-        sums[name][1] += linalg.energy(z)
-        sums[name][0] += linalg.energy(z.to(kind).sub_(z_hat.detach().to(kind)))
-        elements[name] += z.numel()
-
-    label = "measure" if each is None else "batch norm"
-    with (
-        process_group().raise_together(),
-        evaluating(model),
-        evaluating(other),
-        track(label, length(batches)) as advance,
-    ):
-        for batch in batches:
-            first = _run(model, batch, [(before, keep) for before, _ in layers])
-            second = _run(other, batch, [(after, compare) for _, after in layers])
-            if first is None or second is None:
-                single = False
-            else:
-                total += float((first.to(torch.float64) - second.to(torch.float64)).square().sum())
-            samples += batch_size(batch)
-            if each is not None:
-                each(batch)
-            advance(1)
-    total, several, *rest = process_group().sum_numbers(
-        total, not single, samples, *(x for n in sums for x in (*sums[n], elements[n]))
-    )
-    samples = round(rest.pop(0))
-    known = several == 0 and samples > 0 and expected in (None, samples)
-    by_layer = {}
-    for index, (before, _) in enumerate(layers):
-        error, energy, count = rest[3 * index : 3 * index + 3]
-        by_layer[before.name] = (error, energy, round(count) // max(1, before.groups * before.rows))
-    return Distances(math.sqrt(total / samples) if known else None, by_layer, samples)
-
-
-def _run(
-    model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]
-) -> Tensor | None:
-    with watching(layer.on_output(partial(callback, layer.name)) for layer, callback in watched):
-        return main_output(call(model, batch))

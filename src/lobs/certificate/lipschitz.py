@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn import functional as F
 
-from lobs.solvers import linalg
+from lobs.calibration.forward import evaluating
+from lobs.certificate.bound import Link
 from lobs.layers import (
     Conv1dLayer,
     Conv2dLayer,
@@ -31,8 +32,7 @@ from lobs.layers import (
     as_layer,
 )
 from lobs.layers.hooks import untouched
-from lobs.certificate.bound import Link
-from lobs.calibration.forward import evaluating
+from lobs.solvers import linalg
 
 
 class NotAChainError(Exception):

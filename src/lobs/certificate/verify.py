@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from lobs.calibration.batch_norm import borrow_statistics
-from lobs.certificate.certify import distances
-from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.collect import collect_moments
-from lobs.storage.checkpoint import Checkpoint
+from lobs.calibration.comparison import compare
+from lobs.calibration.layer_problem import layer_problem
+from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
 from lobs.solvers.masks import broken_groups
-from lobs.calibration.moments import Moments
+from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
 
 _TOLERANCE = (
@@ -160,12 +160,11 @@ def verify_errors(
     before = {layer.name: layer for layer in find_layers(dense, recorded)}
     after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     if inputs == "asymmetric":
-        apart = distances(
-            dense, pruned, batches, [(before[name], after[name]) for name in recorded]
-        )
+        pairs = [(before[name], after[name]) for name in recorded]
+        measured = compare(dense, pruned, batches, pairs).layers
         return [
-            _compare(name, recorded[name], e / max(1, n), z / max(1, n))
-            for name, (e, z, n) in apart.layers.items()
+            _compare(name, recorded[name], distance.mean_error, distance.mean_energy)
+            for name, distance in measured.items()
         ]
     on_pruned = inputs == "pruned"
     watched = dense
@@ -208,7 +207,7 @@ def _counting(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Counter[str
     handles: list[Any] = [model.register_forward_pre_hook(partial(count, ""))]
     try:
         for layer in layers:
-            handles.append(layer.on_input(partial(count, layer.name)))  # noqa: PERF401 - what is on must come off
+            handles.append(layer.on_input(partial(count, layer.name)))
         yield calls
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""How few weights will do: a network is pruned at several budgets and scored, until a largest drop is met."""
+"""Drop search: the smallest network whose score stays within a given drop of the dense score."""
 
 from __future__ import annotations
 
@@ -9,83 +9,90 @@ from typing import TypeAlias
 
 from torch import nn
 
-from lobs.calibration.batches import told
 from lobs._system.distributed import process_group
-from lobs.errors import LobsError, caution
-from lobs.pruning.session import Job
-from lobs.storage.run_store import RunStore
-from lobs.pruning.run import Outcome, run
 from lobs._system.progress import track
+from lobs.calibration.batches import told
 from lobs.calibration.forward import evaluating
+from lobs.errors import LobsError, caution
+from lobs.pruning.run import Run, start_run
+from lobs.pruning.session import Session
+from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, removable
 
 Evaluate: TypeAlias = Callable[[nn.Module], float]
-LOOKS = 8
-_NEXT_TO_NOTHING = 0.01
+TRIALS = 8
+_FIRST_KEPT = 0.1  # kept fraction of the first trial: most networks break near it
+_CLOSE = 1.03  # the search ends when kept counts differ by less than this factor
+_NEARLY_NOTHING = 0.01  # kept fraction at which a score above the dense one must be an error rate
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One look at a score on the way to a largest drop."""
+    """One trial of the drop search."""
 
     kept: int
     score: float
     drop: float
 
 
-def search(
-    job: Job, budget: Budget, drop: float, evaluate: Evaluate, *, looks: int = LOOKS
-) -> tuple[Outcome, list[Trial]]:
-    """The fewest weights whose score stays within `drop` of the dense network's, by bisection of log(kept).
+def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, list[Trial]]:
+    """Find the fewest weights whose score stays within the budget's drop, by bisection of log(kept).
 
-    Every trial prunes anew, shared out once, and is reported. The answer is the smallest network
-    that was tried and passed; where none did, the one with nothing removed but what the budget's
-    ceilings force.
+    Every trial prunes anew with one allocation round. The result is the smallest network that was
+    tried and passed. If none did, only the weights that `keep_at_most` forces out are removed.
+
+    Args:
+        session: what all runs share; its target is a `Budget` with `drop` and `evaluate`.
+        most_trials: number of trials at most.
     """
-    dense = _score(evaluate, job.model, job.run_store, "dense score")
-    total = sum(job.prunable.values())
-    trials: list[Trial] = []
-    best: Outcome | None = None
-    limits = [removable(budget, name, n) for name, n in job.prunable.items()]
+    budget = session.options.target
+    assert isinstance(budget, Budget)
+    assert budget.drop is not None
+    assert budget.evaluate is not None
+    dense = _score(budget.evaluate, session.model, session.store, "dense score")
+    total = sum(session.prunable.values())
+    limits = [removable(budget, name, n) for name, n in session.prunable.items()]
     forced, most = (sum(part) for part in zip(*limits, strict=True))
     low, high = math.log(max(1, total // 1000, total - most)), math.log(max(1, total - forced))
-    with track("trials", looks) as advance:
-        for look in range(looks):
-            # The first look guesses where most networks break; the others halve what is left.
-            middle = max(low, high + math.log(0.1)) if look == 0 else (low + high) / 2
+    trials: list[Trial] = []
+    best: Run | None = None
+    with track("trials", most_trials) as advance:
+        while not trials or (len(trials) < most_trials and high - low >= math.log(_CLOSE)):
+            middle = (low + high) / 2 if trials else max(low, high + math.log(_FIRST_KEPT))
             kept = min(max(1, total - most, round(math.exp(middle))), total - forced)
-            outcome = run(job, job.shared(budget, total - kept))
-            score = _score(evaluate, outcome.model, job.run_store, f"run {outcome.number} score")
-            outcome.apart = None  # the user's function has had the network in its hands
+            run = start_run(session, session.allocated(budget, total - kept))
+            score = _score(budget.evaluate, run.model, session.store, f"run {run.number} score")
+            run.comparison = None  # the user's function may have changed the network
             trials.append(Trial(kept, score, dense - score))
-            if dense - score <= drop:
-                best, high = outcome, math.log(kept)
+            if dense - score <= budget.drop:
+                best, high = run, math.log(kept)
             else:
                 low = math.log(kept)
             advance(1)
-            if high - low < math.log(1.03):
-                break
-    _doubt(trials, dense, total)
+    _warn_of_an_error_rate(trials, dense, total)
     if best is None:
-        nearest = min(trials, key=lambda trial: trial.drop)
-        caution(
-            f"none of {len(trials)} trials stayed within {drop:g} of the dense score {dense:.4g}: "
-            "the best lost "
-            f"{nearest.drop:.4g} with {nearest.kept:,} of {total:,} weights. Nothing but what "
-            "limits force was removed: allow "
-            "more, or use more data."
-        )
-    return best or run(job, job.shared(budget, forced)), trials
+        _warn_of_failure(trials, budget.drop, dense, total)
+        best = start_run(session, session.allocated(budget, forced))
+    return best, trials
 
 
-def _doubt(trials: list[Trial], dense: float, total: int) -> None:
-    """Say so where next to nothing is kept and the score has risen: then it is an error, most likely."""
+def _warn_of_failure(trials: list[Trial], drop: float, dense: float, total: int) -> None:
+    nearest = min(trials, key=lambda trial: trial.drop)
+    caution(
+        f"none of {len(trials)} trials stayed within {drop:g} of the dense score {dense:.4g}: the "
+        f"best lost {nearest.drop:.4g} with {nearest.kept:,} of {total:,} weights. Only the "
+        "weights that limits force out were removed: allow more, or use more data."
+    )
+
+
+def _warn_of_an_error_rate(trials: list[Trial], dense: float, total: int) -> None:
+    """Warn where nearly nothing is kept and the score has risen: it is probably an error rate."""
     least = min(trials, key=lambda trial: trial.kept)
-    if least.score > dense and least.kept <= _NEXT_TO_NOTHING * total:
+    if least.score > dense and least.kept <= _NEARLY_NOTHING * total:
         caution(
             f"with {least.kept:,} of {total:,} weights evaluate gives {least.score:.4g}, with all "
-            f"of them {dense:.4g}. "
-            "It must return a score of which more is better; to use an error, return its negative."
+            f"of them {dense:.4g}. A score must be larger for better networks; to use an error, "
+            "return its negative."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a target asks of a whole network: refused here, before anything is calibrated, where it cannot be met."""
+"""Feasibility checks: refuse a target that cannot be met, before anything is calibrated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lobs.errors import TargetError
-from lobs.pruning.forecast import network_bytes
 from lobs.layers import Layer
-from lobs.targets import Block, Budget, Sparsity, Target, check_names, for_layer, removable
+from lobs.pruning.forecast import network_bytes
+from lobs.solvers.problem import check_finite
+from lobs.targets import (
+    Block,
+    Budget,
+    NByM,
+    Sparsity,
+    Structured,
+    Target,
+    check_names,
+    for_layer,
+    removable,
+)
 
 
 def prunable(layers: Sequence[Layer], prune_bias: bool) -> dict[str, int]:
@@ -30,14 +41,50 @@ def stored_bytes(model: nn.Module, counts: Mapping[str, int]) -> int:
 def check(
     target: Target, model: nn.Module, layers: Sequence[Layer], prune_bias: bool = False
 ) -> None:
-    """Refuse a target that names no layer, contradicts itself, or cannot be met however it is shared out."""
+    """Refuse a target that names no layer, contradicts itself, or cannot be met.
+
+    Args:
+        target: what is wanted.
+        model: the network.
+        layers: the layers to prune.
+        prune_bias: biases may be removed too.
+    """
     check_names(target, [layer.name for layer in layers])
+    for layer in layers:
+        check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
+    _check_empty(target, layers)
     match target:
         case Block():
             for layer in layers:
                 _check_block(target, layer)
         case Sparsity(scope="network") | Budget():
             _check_shared(target, model, layers, prune_bias)
+
+
+def _check_empty(target: Target, layers: Sequence[Layer]) -> None:
+    """Refuse a target that leaves no weight in any layer."""
+    match target:
+        case (
+            Sparsity(fraction=float() | int() as gone)
+            | Structured(fraction=float() | int() as gone)
+        ):
+            empty = gone == 1
+        case Budget(parameters=kept):
+            empty = kept == 0
+        case _:
+            own = [for_layer(target, layer.name) for layer in layers]
+            empty = bool(own) and all(map(_removes_everything, own))
+    if empty:
+        raise TargetError(f"{target} leaves nothing of the network: keep at least one weight.")
+
+
+def _removes_everything(target: Target | None) -> bool:
+    match target:
+        case NByM(n=kept):
+            return kept == 0
+        case Sparsity(fraction=gone) | Block(fraction=gone) | Structured(fraction=gone):
+            return gone == 1
+    return False
 
 
 def _check_block(target: Block, layer: Layer) -> None:

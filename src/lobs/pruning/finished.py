@@ -1,63 +1,93 @@
-"""What a run keeps of a layer that is done, and how that goes to disk and comes back to the bit."""
+"""A finished layer: its solution and costs, and how they are stored and restored bit by bit."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from itertools import cycle
-from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from lobs.pruning.result import LayerResult
+from lobs.calibration.comparison import LayerDistance
+from lobs.layers import Layer
+from lobs.pruning.result import Histogram, LayerResult
 from lobs.solvers.solution import Solution
 
+Packed: TypeAlias = tuple[dict[str, Tensor], Any]
 _TENSORS = ("weight", "mask", "curve")
 
 
 @dataclass(frozen=True, eq=False)
 class FinishedLayer:
-    """A layer's solution, its line in the result, and its error with room for rounding."""
+    """A layer's solution, what it cost, and its largest error once rounding is counted."""
 
     solution: Solution
-    result: LayerResult
     largest_error: float
+    seconds: float
+    samples: int
+    sensitivity: Histogram | None = None
 
-    def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and a JSON-able record; JSON writes floats so that they come back exactly."""
-        solution = {field.name: getattr(self.solution, field.name) for field in fields(Solution)}
-        tensors = {name: tensor for name in _TENSORS if (tensor := solution.pop(name)) is not None}
-        return tensors, {
+    def result(self, layer: Layer, measured: LayerDistance | None) -> LayerResult:
+        """Return the layer's line of the result.
+
+        Args:
+            layer: the layer it belongs to.
+            measured: the distance between its outputs in the two networks. It stands in place of
+                the solver's own error where inputs were asymmetric.
+        """
+        solution = self.solution
+        error, relative = (
+            (solution.error, solution.relative_error)
+            if measured is None
+            else (measured.mean_error, measured.relative)
+        )
+        return LayerResult(
+            name=layer.name,
+            shape=tuple(layer.weight.shape),
+            kept=solution.kept,
+            total=solution.prunable,
+            error=error,
+            relative_error=relative,
+            damping=solution.damping,
+            seconds=self.seconds,
+            samples=self.samples,
+            parameters=layer.parameters(),
+            sensitivity=self.sensitivity,
+        )
+
+    def without_tensors(self) -> FinishedLayer:
+        """Return the same with numbers only."""
+        return replace(self, solution=self.solution.without_tensors())
+
+    def packed(self) -> Packed:
+        """Return tensors and a record for JSON, which restores floats exactly."""
+        solution = {item.name: getattr(self.solution, item.name) for item in fields(Solution)}
+        tensors = {name: t for name in _TENSORS if (t := solution.pop(name)) is not None}
+        record = {
             "solution": solution,
-            "result": asdict(self.result),
             "largest_error": self.largest_error,
+            "seconds": self.seconds,
+            "samples": self.samples,
+            "sensitivity": self.sensitivity and asdict(self.sensitivity),
         }
+        return tensors, record
 
     @classmethod
-    def unpacked(
-        cls, saved: dict[str, Tensor], record: dict[str, Any], like: Tensor
-    ) -> FinishedLayer:
-        """The same again, on the device of `like`."""
-        tensors: dict[str, Any] = {name: t.to(like.device) for name, t in saved.items()}
-        result = _restored(LayerResult, record["result"])
-        return cls(Solution(**tensors, **record["solution"]), result, record["largest_error"])
+    def unpacked(cls, packed: Packed, like: Tensor) -> FinishedLayer:
+        """Restore a packed layer on the device of `like`."""
+        tensors: dict[str, Any] = {name: t.to(like.device) for name, t in packed[0].items()}
+        record, histogram = packed[1], packed[1]["sensitivity"]
+        if histogram is not None:
+            edges, counts = (tuple(histogram[part]) for part in ("edges", "counts"))
+            histogram = Histogram(edges, counts, histogram["zeros"])
+        solution = Solution(**tensors, **record["solution"])
+        rest = (record["largest_error"], record["seconds"], record["samples"])
+        return cls(solution, *rest, histogram)
 
 
-def _restored(kind: Any, value: Any) -> Any:
-    """What `asdict` and JSON have made of a value, as its type says it was."""
-    if value is None:
-        return None
-    parts = get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        return _restored(next(part for part in parts if part is not type(None)), value)
-    if is_dataclass(kind):
-        make, hints = cast(Any, kind), get_type_hints(kind)
-        return make(**{name: _restored(hints[name], item) for name, item in value.items()})
-    if get_origin(kind) is tuple:
-        return tuple(
-            _restored(parts[0] if parts[-1] is Ellipsis else part, x)
-            for part, x in zip(cycle(parts), value)
-        )
-    if get_origin(kind) is dict:
-        return {name: _restored(parts[1], item) for name, item in value.items()}
-    return value
+def network_error(distance: LayerDistance, samples: int) -> float:
+    """Return a layer's root mean square distance over the network's samples.
+
+    Outputs are right to float32's last digit. The margin of 1e-6 keeps the bound valid.
+    """
+    return math.sqrt(distance.error / samples) + 1e-6 * math.sqrt(distance.energy / samples)

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lobs._system import memory
+from lobs._system.distributed import process_group
+from lobs._system.memory import spelled
 from lobs.calibration.batch_norm import find_norms
 from lobs.calibration.collect import collect_moments
-from lobs.pruning.refit.joint import Compensate, effort
-from lobs._system.distributed import process_group
-from lobs.errors import LobsError
-from lobs.calibration.on_demand import moment_bytes, passes
-from lobs.pruning.refit.gauss_newton import PASSES
-from lobs.layers import Layer, watching
-from lobs._system.memory import spelled
-from lobs.solvers.problem import Solver
 from lobs.calibration.forward import length
+from lobs.calibration.moments import weighed
+from lobs.calibration.on_demand import moment_bytes, passes
+from lobs.errors import LobsError
+from lobs.layers import Layer, watching
+from lobs.pruning.refit.gauss_newton import PASSES
+from lobs.pruning.refit.joint import Refit, effort
+from lobs.pruning.refit.split import SMALL
 from lobs.solvers import ADMM, LOBS, Auto, ColumnSweep
 from lobs.solvers.auto import PRODUCT, seconds_of
-from lobs.pruning.refit.split import SMALL
-from lobs.calibration.moments import weighed
+from lobs.solvers.problem import Solver
 from lobs.targets import Sparsity, Target, for_layer
 
 _ROWS = 2**28  # bytes for the rows that are worked on together
@@ -104,7 +104,7 @@ def forecast(
     looks: int | None = None,
     damped: bool = False,
     batch_norm: bool = True,
-    compensation: tuple[Compensate, float | None] = ("layers", None),
+    compensation: tuple[Refit, float | None] = ("layers", None),
 ) -> Forecast:
     """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
 
@@ -248,7 +248,7 @@ def _compensating(
         read = runs * plan.steps * plan.samples
         calls = PASSES * read * seen.batches / max(1, seen.samples)
         yield Stage(
-            "compensate",
+            "refit",
             -(-read // max(1, seen.samples)),
             PASSES * read * seen.madds * PRODUCT / 1e9 + calls * _CALL,
         )

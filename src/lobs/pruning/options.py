@@ -1,105 +1,252 @@
-"""What `prune` is asked for: refused here, before any data is read, where it does not go together; else made whole."""
+"""What `prune` is asked for: checked here, before any data is read."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
-from numbers import Integral, Real
-from typing import get_args
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Real
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from torch import nn
 
-from lobs.pruning import feasibility
-from lobs.pruning.refit.joint import WORK, Compensate
+from lobs._system import memory as memory_limit
 from lobs.errors import LobsError
-from lobs.pruning.session import Inputs
 from lobs.layers import Layer, find_layers
+from lobs.pruning import feasibility
+from lobs.pruning.refit.joint import WORK, Refit
+from lobs.solvers import Auto, as_solver
 from lobs.solvers.problem import Solver
-from lobs.solvers import Auto
-from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, as_target
+from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target
 
-PASSES = 2  # how often a budget is shared out where nobody says
+Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
 
 
-def check(
-    model: nn.Module,
-    target: Target | float,
-    *,
-    inputs: Inputs | None = None,
-    layers: str | Iterable[str] | None = None,
-    skip: str | Iterable[str] = (),
-    passes: int = PASSES,
-    prune_bias: bool = False,
-    damping: float | None = None,
-) -> tuple[Target, Inputs, list[Layer]]:
-    """Refuse what `prune` cannot do with these arguments, before any data is read; says what is wanted of which layers."""
+@dataclass(frozen=True)
+class Numerics:
+    """Choose how the layer problems are posed.
+
+    Args:
+        damping: λ added to the diagonal of every input moment Ψ; chosen and reported by default.
+        batch_norm: re-estimate batch-norm statistics on the calibration data, where that brings the
+            output nearer to the dense one by at least a hundredth.
+        prune_bias: let biases be removed too, and count them.
+    """
+
+    damping: float | None = None
+    batch_norm: bool = True
+    prune_bias: bool = False
+
+    def __post_init__(self) -> None:
+        given = self.damping
+        if given is not None and not (
+            isinstance(given, Real) and float(given) >= 0 and math.isfinite(given)
+        ):
+            raise LobsError(
+                f"damping is {given!r}: it must be finite and not negative; leave it out to have "
+                "it chosen."
+            )
+        for name in ("batch_norm", "prune_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise LobsError(f"{name} is {getattr(self, name)!r}: True or False.")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Choose how a run uses the machine and what it records.
+
+    Args:
+        resume: a folder in which finished work is stored. If it holds an interrupted run of the
+            same network, data and settings, the run continues and ends with the same bits. The
+            batches must come in the same order each time.
+        memory: resident memory that this process may take in all, such as "8GB". Layers are
+            calibrated in groups that fit, the rest goes to temporary files, and wide layers are
+            kept in single precision.
+        distributed: share the work with the other processes of torch.distributed's process group.
+            All of them call with the same network and settings, each with its own batches or none.
+            All get the same result; the first one writes.
+        log: a file that gets a JSON line whenever a phase begins or ends, with time and memory.
+        diagnostics: also record the distribution of sensitivities, for the report.
+    """
+
+    resume: str | os.PathLike[str] | None = None
+    memory: str | float | None = None
+    distributed: bool = False
+    log: str | os.PathLike[str] | None = None
+    diagnostics: bool = False
+
+    @cached_property
+    def memory_bytes(self) -> int | None:
+        """Return the memory limit in bytes; None without one."""
+        return None if self.memory is None else memory_limit.parse(self.memory)
+
+
+class PruneOptions(TypedDict, total=False):
+    """Keyword arguments that `prune`, `forecast` and `prune_in_stages` share.
+
+    Args:
+        solver: a name from `SOLVERS`, or a solver; "auto" by default.
+        inputs: which inputs a layer is solved on. "asymmetric": layers are pruned in the order they
+            run. Each sees the inputs that the pruned layers before it give, and must reproduce the
+            dense network's output. "pruned": the same inputs, but the layer reproduces its own
+            dense weights. "dense": every layer sees the dense network's inputs; one pass over the
+            data. The default is "asymmetric", but "dense" for an `ErrorBudget`.
+        refit: "layers": every layer's weights are optimal for that layer. "network": as a last
+            step, all surviving weights are refitted jointly to the dense outputs. It needs no
+            labels, but asymmetric inputs. One sample in eight is held out and decides whether the
+            refit stays. The default is "network" with the default solver, where that takes about
+            20 s or less.
+        layers: names or globs of the layers to prune; by default all of the kinds that lobs knows.
+        skip: names or globs of layers to leave alone.
+        numerics: damping, batch norms, biases.
+        execution: resume, memory, processes, log.
+    """
+
+    solver: str | Solver
+    inputs: Inputs | None
+    refit: Refit | None
+    layers: str | Iterable[str] | None
+    skip: str | Iterable[str]
+    numerics: Numerics
+    execution: Execution
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """One call's options, checked and completed."""
+
+    target: Target
+    solver: Solver
+    inputs: Inputs
+    refit: Refit
+    refit_work: float | None  # multiply-adds that the joint refit may take; None: no limit
+    layers: tuple[Layer, ...]
+    numerics: Numerics
+    execution: Execution
+
+    @property
+    def shared(self) -> bool:
+        """Return whether one budget is shared among the layers."""
+        return _shared(self.target)
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of allocation rounds."""
+        return self.target.rounds if isinstance(self.target, Sparsity | Budget) else 1
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the layers to prune."""
+        return [layer.name for layer in self.layers]
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that decides the result, for the run store's fingerprint."""
+        said = {
+            "target": self.target,
+            "solver": self.solver,
+            "inputs": self.inputs,
+            "layers": self.names,
+            "refit": (self.refit, self.refit_work),
+            "numerics": self.numerics,
+            "diagnostics": self.execution.diagnostics,
+        }
+        limit = self.execution.memory_bytes
+        return said if limit is None else {**said, "memory": limit}
+
+
+def checked(model: nn.Module, target: Target, given: PruneOptions) -> Options:
+    """Return the completed options of a call; refuse, before any data is read, what cannot be done.
+
+    Args:
+        model: the network to prune.
+        target: what is wanted.
+        given: the keyword arguments of `prune`.
+    """
     if not isinstance(model, nn.Module):
         raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
-    if not isinstance(passes, Integral) or passes < 1:
-        raise LobsError(
-            f"passes is {passes}: it is a whole number, and the network must be pruned at least "
-            "once."
-        )
-    wanted = as_target(target)
-    if prune_bias and isinstance(wanted, Pattern):
-        raise LobsError(
-            "prune_bias does not go with patterns, which are made of weights: leave it out."
-        )
-    found = find_layers(model, layers, skip)
-    feasibility.check(wanted, model, found, prune_bias)
-    _check_damping(damping)
-    return wanted, _chosen_inputs(inputs, wanted), found
+    _check_names(given)
+    numerics, execution = _values(given)
+    if numerics.prune_bias and isinstance(target, Pattern):
+        raise LobsError("prune_bias does not go with patterns, which are made of weights.")
+    found = find_layers(model, given.get("layers"), given.get("skip", ()))
+    feasibility.check(target, model, found, numerics.prune_bias)
+    solver = as_solver(given.get("solver", "auto"))
+    inputs = _inputs(given.get("inputs"), target)
+    refit, work = _refit(given.get("refit"), solver, inputs, execution)
+    return Options(target, solver, inputs, refit, work, tuple(found), numerics, execution)
 
 
-def _check_damping(damping: float | None) -> None:
-    if damping is not None and not (
-        isinstance(damping, Real) and float(damping) >= 0 and math.isfinite(damping)
-    ):
-        raise LobsError(
-            f"damping is {damping!r}: it must be finite and not negative; leave it out to have it "
-            "chosen."
-        )
+_MOVED = {
+    "damping": "numerics=lobs.Numerics(damping=…)",
+    "batch_norm": "numerics=lobs.Numerics(batch_norm=…)",
+    "prune_bias": "numerics=lobs.Numerics(prune_bias=…)",
+    "resume": "execution=lobs.Execution(resume=…)",
+    "memory": "execution=lobs.Execution(memory=…)",
+    "distributed": "execution=lobs.Execution(distributed=True)",
+    "log": "execution=lobs.Execution(log=…)",
+    "diagnostics": "execution=lobs.Execution(diagnostics=True)",
+    "evaluate": "lobs.Budget(drop=…, evaluate=…)",
+    "rounds": "lobs.Sparsity(…, rounds=…)",
+    "sparsity": "keep=…, the fraction that stays",
+}
 
 
-def _chosen_inputs(inputs: Inputs | None, wanted: Target) -> Inputs:
-    if inputs is None:
-        return "dense" if isinstance(wanted, ErrorBudget) else "asymmetric"
-    if inputs not in get_args(Inputs):
-        raise LobsError(f"inputs is '{inputs}': use {', '.join(map(repr, get_args(Inputs)))}.")
-    if inputs == "asymmetric" and isinstance(wanted, ErrorBudget):
-        raise LobsError(
-            "ErrorBudget limits what a layer itself adds: use inputs='dense' or inputs='pruned' "
-            "with it."
-        )
-    return inputs
+def _check_names(given: PruneOptions) -> None:
+    known = PruneOptions.__annotations__
+    for name in given:
+        if name not in known:
+            remedy = _MOVED.get(name, f"one of {', '.join(known)}")
+            raise TypeError(f"there is no option '{name}': say {remedy}.")
 
 
-def compensation(
-    asked: Compensate | None, solver: Solver, inputs: Inputs, memory: str | float | None
-) -> tuple[Compensate, float | None]:
-    """Whether all weights move together in the end, and how many multiply-adds that may take; no limit where asked for."""
+def _values(given: PruneOptions) -> tuple[Numerics, Execution]:
+    numerics, execution = given.get("numerics", Numerics()), given.get("execution", Execution())
+    if not isinstance(numerics, Numerics):
+        raise LobsError(f"numerics is {numerics!r}: give lobs.Numerics(damping=…, …).")
+    if not isinstance(execution, Execution):
+        raise LobsError(f"execution is {execution!r}: give lobs.Execution(resume=…, …).")
+    _ = execution.memory_bytes  # which refuses a size that cannot be read
+    return numerics, execution
+
+
+def _inputs(asked: Inputs | None, target: Target) -> Inputs:
     if asked is None:
-        free = isinstance(solver, Auto) and inputs == "asymmetric" and memory is None
-        return ("network", WORK) if free else ("layers", None)
-    if asked not in get_args(Compensate):
+        return "dense" if isinstance(target, ErrorBudget) else "asymmetric"
+    if asked not in get_args(Inputs):
+        raise LobsError(f"inputs is '{asked}': use {', '.join(map(repr, get_args(Inputs)))}.")
+    if asked == "asymmetric" and isinstance(target, ErrorBudget):
         raise LobsError(
-            f"compensate is {asked!r}: use {', '.join(map(repr, get_args(Compensate)))}."
+            "ErrorBudget limits the error that a layer adds by itself: use inputs='dense' or "
+            "inputs='pruned' with it."
         )
+    return asked
+
+
+def _refit(
+    asked: Refit | None, solver: Solver, inputs: Inputs, execution: Execution
+) -> tuple[Refit, float | None]:
+    """Return the kind of refit and its limit in multiply-adds; no limit where it was asked for."""
+    if asked is None:
+        cheap = isinstance(solver, Auto) and inputs == "asymmetric" and execution.memory is None
+        return ("network", WORK) if cheap else ("layers", None)
+    if asked not in get_args(Refit):
+        raise LobsError(f"refit is {asked!r}: use {', '.join(map(repr, get_args(Refit)))}.")
     if asked == "network" and inputs != "asymmetric":
         raise LobsError(
-            f"refit='network' moves weights after their layers' errors on {inputs} inputs were "
-            "computed: it goes with "
-            f"inputs='asymmetric', and so with no ErrorBudget."
+            f"refit='network' changes weights after their layers' errors on {inputs} inputs were "
+            "computed: use inputs='asymmetric', and no ErrorBudget."
         )
-    if asked == "network" and memory is not None:
+    if asked == "network" and execution.memory is not None:
         raise LobsError(
-            "refit='network' holds several copies of all weights: leave out memory, or compensate."
+            "refit='network' holds several copies of all weights: leave out memory, or use "
+            "refit='layers'."
         )
     return asked, None
 
 
-def shared(wanted: Target) -> bool:
-    """Is one budget shared out among the layers?"""
-    return isinstance(wanted, Budget) or (
-        isinstance(wanted, Sparsity) and wanted.scope == "network"
+def _shared(target: Target) -> bool:
+    return isinstance(target, Budget) or (
+        isinstance(target, Sparsity) and target.scope == "network"
     )

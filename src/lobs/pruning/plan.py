@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lobs.solvers import scores
 from lobs.errors import TargetError
+from lobs.solvers import GreedyOBS, scores
 from lobs.solvers.problem import Problem
-from lobs.solvers import GreedyOBS
 
 # Exact greedy on all rows up to this many multiply-adds; past it on as many rows as fit, at least a
 # few.

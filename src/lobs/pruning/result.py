@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lobs.storage import checkpoint
 from lobs.calibration.batch_norm import BatchNormEffect
-from lobs.errors import FileError
 from lobs.certificate.bound import Certificate, refuse
+from lobs.errors import FileError
 from lobs.pruning.preview import BudgetPreview
 from lobs.solvers.solution import Solution
+from lobs.storage import checkpoint
 
 
 @dataclass(frozen=True)

@@ -1,297 +1,322 @@
-"""A plan carried out: a copy of the network is pruned layer by layer, and what came of it is noted and measured."""
+"""A run: a copy of the network, pruned layer by layer, refitted and measured."""
 
 from __future__ import annotations
 
 import copy
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from lobs.certificate import certify
-
 from lobs._system import memory
-
+from lobs._system.distributed import process_group
+from lobs._system.progress import track
+from lobs._system.run_log import log_event, phase
 from lobs.calibration import paired
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
+from lobs.calibration.comparison import Comparison, LayerDistance, compare
 from lobs.calibration.layer_problem import asymmetric_problem, histogram
-from lobs.pruning.refit.joint import Compensation, compensate
-from lobs._system.distributed import process_group
-from lobs.errors import LobsError
-from lobs.pruning.refit.gauss_newton import parameters_of
-from lobs.pruning.session import Job, Packed
-from lobs.layers import Layer, find_layers
-from lobs.certificate.bound import Certificate
-from lobs.solvers.masks import joined
-from lobs._system.run_log import log_event, phase
-from lobs.solvers.problem import Problem
-from lobs._system.progress import track
-from lobs.pruning.result import LayerResult
-from lobs.pruning.finished import FinishedLayer
-from lobs.solvers.solution import Solution
-from lobs.solvers import solve
 from lobs.calibration.moments import PairedMoments
+from lobs.certificate.bound import Certificate
+from lobs.certificate.certify import certificate, layer_errors
+from lobs.errors import LobsError
+from lobs.layers import Layer, find_layers
+from lobs.pruning.finished import FinishedLayer, network_error
+from lobs.pruning.refit.gauss_newton import parameters_of
+from lobs.pruning.refit.joint import JointRefit, refit_jointly
+from lobs.pruning.result import LayerResult
+from lobs.pruning.session import Session
+from lobs.solvers import solve
+from lobs.solvers.masks import joined
+from lobs.solvers.problem import Problem
+from lobs.solvers.solution import Solution
 from lobs.targets import Target
 
-
-def run(job: Job, plan: Mapping[str, Target | None], *, last: bool = True) -> Outcome:
-    """Prune a copy of a job's network, every layer by its own target; then what concerns all layers, where that is wanted.
-
-    That is batch norms' statistics and, in the `last` run, moving all surviving weights together.
-    """
-    job.runs += 1
-    outcome = Outcome(job, _copied(job.model), job.runs)
-    if job.inputs == "dense":
-        _prune_apart(outcome, plan)
-    else:
-        _prune_in_order(outcome, plan)
-    if job.batch_norm:
-        outcome.renew_norms()
-    if last and job.compensate == "network":
-        outcome.compensate([name for name, target in plan.items() if target is not None])
-    return outcome
-
-
-def _prune_apart(outcome: Outcome, plan: Mapping[str, Target | None]) -> None:
-    """Every layer on what the dense network feeds it: no layer waits for another."""
-    job, twins = outcome.job, outcome.twins()
-    job.gather()
-    missing = [twins[name] for name in job.calibration if not outcome.known(twins[name])]
-
-    def work(layer: Layer) -> Packed:
-        return outcome.solved(layer, job.dense_problem(layer), plan[layer.name]).packed()
-
-    ahead = job.apart(missing, work, "prune")
-    with track("prune", len(job.layers)) as advance:
-        for name in job.calibration:
-            outcome.finish(twins[name], lambda: next(ahead))
-            advance(1)
-
-
-def _prune_in_order(outcome: Outcome, plan: Mapping[str, Target | None]) -> None:
-    """Every layer on what the pruned layers before it feed it."""
-    job, twins = outcome.job, outcome.twins()
-    before = {layer.name: layer for layer in job.layers}
-    # A layer that the target leaves alone stays as it is, to the bit.
-    pairs = [(before[name], twins[name]) for name in job.calibration if plan[name] is not None]
-    known = [layer.name for layer, _ in pairs if outcome.known(layer)]
-    for layer, moments in paired.walk(job.model, outcome.model, job.batches, pairs, known):
-        outcome.finish(layer, partial(_solve_in_order, outcome, layer, moments, plan[layer.name]))
-    for name in job.calibration:
-        if plan[name] is None:
-            problem = job.dense_problem(twins[name])
-            outcome.finish(twins[name], lambda: outcome.solved(twins[name], problem, None).packed())  # noqa: B023
-
-
-def _solve_in_order(
-    outcome: Outcome, layer: Layer, moments: PairedMoments | None, target: Target | None
-) -> Packed:
-    job = outcome.job
-    assert moments is not None  # only layers that the run store knows come without
-    missed = moments.missed(job.dense(layer.name)) if job.inputs == "asymmetric" else None
-    problem = job.problem(layer, moments.pruned, overwrite=True)
-    if missed is not None:
-        problem = asymmetric_problem(problem, missed)
-    # All processes have solved the same problem; the leader's answer makes sure that they go on
-    # with the same bits.
-    return process_group().broadcast_object(*outcome.solved(layer, problem, target).packed())
+Plan = Mapping[str, Target | None]
 
 
 @dataclass
-class Outcome:
-    """One pruned network and what came of its layers."""
+class Run:
+    """One pruned network in the making.
 
-    job: Job
+    Args:
+        session: what all runs share.
+        plan: each layer's own target; None leaves a layer as it is.
+        model: the copy that is pruned.
+        number: which run of the session this is; part of the run store's keys.
+    """
+
+    session: Session
+    plan: Plan
     model: nn.Module
-    number: int = 1
+    number: int
     masks: dict[str, Tensor] = field(default_factory=dict)
-    results: dict[str, LayerResult] = field(default_factory=dict)
-    solutions: dict[str, Solution] = field(default_factory=dict)
-    largest_errors: dict[str, float] = field(default_factory=dict)
+    finished: dict[str, FinishedLayer] = field(default_factory=dict)
     norms: BatchNormEffect | None = None
-    compensation: Compensation | None = None
-    apart: certify.Distances | None = None  # from the dense network, once measured
+    refit: JointRefit | None = None
+    comparison: Comparison | None = None  # None: not compared since the weights last changed
 
-    def twins(self) -> dict[str, Layer]:
-        """The layers of the pruned network by name."""
+    def layers(self) -> dict[str, Layer]:
+        """Return the layers of the pruned network by name."""
+        return {layer.name: layer for layer in find_layers(self.model, self.session.options.names)}
+
+    def solve_layers(self) -> None:
+        """Prune every layer: independently on dense inputs, or in the order they run."""
+        if self.session.options.inputs == "dense":
+            self._solve_independently()
+        else:
+            self._solve_in_order()
+
+    def update_norms(self) -> None:
+        """Re-estimate batch norms where that brings the output nearer to the dense one."""
+        session, key = self.session, f"run {self.number} norms"
+        saved = session.store.read(key)
+        if saved is not None:
+            self.norms = take_up(self.model, saved.state_dict, saved.record["effect"])
+        elif self._any_removed():
+            self.norms, self.comparison = reestimate(
+                self.model, session.model, session.batches, self._new_comparison
+            )
+            effect = self.norms and asdict(self.norms)
+            session.store.write(key, statistics_of(self.model), {"effect": effect})
+
+    def refit_network(self) -> None:
+        """Refit all surviving weights jointly where that brings the output nearer."""
+        session, key, layers = self.session, f"run {self.number} refit", self.layers()
+        chosen = [layers[name] for name, target in self.plan.items() if target is not None]
+        names = {name for layer in chosen for name in layer.parameters()}
+        parameters = parameters_of(self.model, names)
+        saved = session.store.read(key)
+        if saved is not None:
+            self.refit = JointRefit(**saved.record["effect"])
+            for name, parameter in parameters.items():
+                parameter.data.copy_(saved.state_dict[name])
+        elif self._any_removed():
+            with phase("refit"):
+                self.refit = refit_jointly(
+                    self.model,
+                    session.model,
+                    session.batches,
+                    chosen,
+                    self.masks,
+                    samples=session.calibration.samples,
+                    madds=session.flops(),
+                    work=session.options.refit_work,
+                )
+            tensors = {name: t.detach() for name, t in parameters.items()}
+            session.store.write(key, tensors, {"effect": asdict(self.refit)})
+        if self.refit is not None and self.refit.steps:
+            self.comparison = None
+
+    def compare(self) -> Comparison:
+        """Return the distance from the dense network, measured once."""
+        if self.comparison is None:
+            empty = self._new_comparison()
+            self.comparison = compare(
+                empty.dense, empty.pruned, self.session.batches, empty.pairs, empty.expected
+            )
+        return self.comparison
+
+    def certify(self, held_out: Iterable[Any] | None) -> Certificate:
+        """Return the bound beside the measured distance.
+
+        With asymmetric inputs a layer's error is the measured distance between its outputs in the
+        two networks. That includes errors of earlier layers that reach it.
+
+        Args:
+            held_out: other inputs to measure the distance on.
+        """
+        session, comparison = self.session, self.compare()
+        calibration, inputs = session.calibration, session.options.inputs
+        if inputs == "asymmetric":
+            errors = {
+                name: network_error(distance, calibration.samples)
+                for name, distance in comparison.layers.items()
+            }
+            return certificate(comparison, calibration, errors, held_out=held_out, absorbed=True)
+        largest = {name: done.largest_error for name, done in self.finished.items()}
+        gains = None
+        if inputs == "pruned":
+            gains = {name: session.dense(name) for name in calibration}
+        errors = layer_errors(largest, calibration)
+        return certificate(comparison, calibration, errors, held_out=held_out, dense_gains=gains)
+
+    def results(self) -> tuple[LayerResult, ...]:
+        """Return one line per layer."""
+        layers, measured = self.layers(), self.compare().layers
+        return tuple(
+            self.finished[name].result(layers[name], measured.get(name))
+            for name in self.session.options.names
+        )
+
+    def solutions(self) -> dict[str, Solution]:
+        """Return the solution of each layer, as the network holds it now."""
+        found = {name: done.solution for name, done in self.finished.items()}
+        if self.refit is None or not self.refit.steps:
+            return found
+        layers, measured = self.layers(), self.compare().layers
         return {
-            layer.name: layer
-            for layer in find_layers(self.model, [layer.name for layer in self.job.layers])
+            name: _refitted(solution, layers[name], measured[name])
+            for name, solution in found.items()
         }
 
-    def known(self, layer: Layer) -> bool:
-        """Has an earlier, interrupted run finished this layer?"""
-        return self.job.run_store.has(self._key(layer))
+    def removed(self) -> dict[str, int]:
+        """Return how many weights of each layer are gone."""
+        return {name: done.solution.removed for name, done in self.finished.items()}
+
+    def _solve_independently(self) -> None:
+        session, layers = self.session, self.layers()
+        session.gather()
+        missing = [layers[name] for name in session.calibration if not self._known(layers[name])]
+        ahead = session.distribute(
+            missing,
+            lambda layer: self._solved(layer, session.dense_problem(layer)),
+            FinishedLayer.packed,
+            lambda packed, layer: FinishedLayer.unpacked(packed, layer.weight),
+            "prune",
+        )
+        with track("prune", len(layers)) as advance:
+            for name in session.calibration:
+                self._finish(layers[name], ahead)
+                advance(1)
+
+    def _solve_in_order(self) -> None:
+        session, layers = self.session, self.layers()
+        order = [name for name in session.calibration if self.plan[name] is not None]
+        pairs = [(session.by_name[name], layers[name]) for name in order]
+        known = [layer.name for layer, _ in pairs if self._known(layer)]
+        for layer, moments in paired.walk(session.model, self.model, session.batches, pairs, known):
+            self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023
+        for name in session.calibration:
+            if self.plan[name] is None:
+                problem = session.dense_problem(layers[name])
+                self._finish(layers[name], _once(lambda: self._solved(layers[name], problem)))  # noqa: B023
+
+    def _solved_on(self, layer: Layer, moments: PairedMoments | None) -> FinishedLayer:
+        """Solve one layer on the inputs that the pruned layers before it give."""
+        assert moments is not None  # only layers in the run store come without
+        session = self.session
+        residual = None
+        if session.options.inputs == "asymmetric":
+            residual = moments.residual(session.dense(layer.name))
+        problem = session.problem(layer, moments.pruned, overwrite=True)
+        if residual is not None:
+            problem = asymmetric_problem(problem, residual)
+        done = self._solved(layer, problem)
+        group = process_group()
+        if group.size == 1:
+            return done
+        # All processes solved the same problem. The leader's bits are taken by all.
+        return FinishedLayer.unpacked(group.broadcast_object(*done.packed()), layer.weight)
+
+    def _solved(self, layer: Layer, problem: Problem) -> FinishedLayer:
+        options, target = self.session.options, self.plan[layer.name]
+        began = time.perf_counter()
+        with phase("solve", layer=layer.name):
+            if target is None:  # it stays as it is, to the bit
+                dense = self.session.dense(layer.name)
+                solution = replace(solve(problem, "magnitude", 0.0), weight=dense, error=0.0)
+            else:
+                solution = solve(problem, options.solver, target)
+        return FinishedLayer(
+            solution,
+            solution.error + problem.hidden_error_of(solution.weight),
+            time.perf_counter() - began,
+            problem.samples or 0,
+            histogram(problem) if options.execution.diagnostics else None,
+        )
+
+    def _finish(self, layer: Layer, solved: Iterator[FinishedLayer]) -> None:
+        """Write one layer into the network, from the run store or as it is solved now."""
+        store, key = self.session.store, self._key(layer)
+        saved = store.read(key)
+        if saved is None:
+            done = next(solved)
+            if store.kept:
+                store.write(key, *done.packed())
+        else:
+            done = FinishedLayer.unpacked((saved.state_dict, saved.record), layer.weight)
+        solution = done.solution
+        log_event(
+            "layer",
+            layer=layer.name,
+            kept=solution.kept,
+            error=solution.error,
+            found_done=saved is not None,
+        )
+        layer.write(solution.weight)
+        self.masks = joined(self.masks, layer.masks(solution.mask))
+        self.finished[layer.name] = done if memory.limit() is None else done.without_tensors()
+
+    def _known(self, layer: Layer) -> bool:
+        return self.session.store.has(self._key(layer))
 
     def _key(self, layer: Layer) -> str:
         return f"run {self.number} layer {layer.name}"
 
-    def finish(self, layer: Layer, solve: Callable[[], Packed]) -> None:
-        """Write one layer, as the run store has it or as it is solved now, and note what happened."""
-        saved = self.job.run_store.read(self._key(layer))
-        packed: Packed = solve() if saved is None else (saved.state_dict, saved.record)
-        if saved is None:
-            self.job.run_store.write(self._key(layer), *packed)
-        done = FinishedLayer.unpacked(packed[0], packed[1], layer.weight)
-        log_event(
-            "layer",
-            layer=layer.name,
-            kept=done.result.kept,
-            error=done.result.error,
-            found_done=saved is not None,
-        )
-        layer.write(done.solution.weight)
-        self.solutions[layer.name] = (
-            done.solution if memory.limit() is None else done.solution.without_tensors()
-        )
-        self.largest_errors[layer.name] = done.largest_error
-        self.masks = joined(self.masks, layer.masks(done.solution.mask))
-        self.results[layer.name] = done.result
+    def _any_removed(self) -> bool:
+        return any(self.removed().values())
 
-    def solved(self, layer: Layer, problem: Problem, target: Target | None) -> FinishedLayer:
-        """Solve one layer."""
-        began = time.perf_counter()
-        with phase("solve", layer=layer.name):
-            if (
-                target is None
-            ):  # the user's mapping may leave a layer alone; it stays as it is, to the bit
-                solution = replace(
-                    solve(problem, "magnitude", 0.0), weight=self.job.dense(layer.name), error=0.0
-                )
-            else:
-                solution = solve(problem, self.job.solver, target)
-        result = LayerResult(
-            name=layer.name,
-            shape=tuple(layer.weight.shape),
-            kept=solution.kept,
-            total=solution.prunable,
-            error=solution.error,
-            relative_error=solution.relative_error,
-            damping=solution.damping,
-            seconds=time.perf_counter() - began,
-            samples=problem.samples or 0,
-            parameters=layer.parameters(),
-            sensitivity=histogram(problem) if self.job.diagnostics else None,
-        )
-        return FinishedLayer(
-            solution, result, solution.error + problem.hidden_error_of(solution.weight)
-        )
+    def _new_comparison(self) -> Comparison:
+        """Return an empty comparison; with asymmetric inputs of every layer too."""
+        session, pairs = self.session, []
+        if session.options.inputs == "asymmetric":
+            layers = self.layers()
+            pairs = [(layer, layers[layer.name]) for layer in session.layers]
+        return Comparison(session.model, self.model, pairs, session.calibration.samples)
 
-    def renew_norms(self) -> None:
-        """Re-estimate batch norms behind layers that lost weights, where that brings the output nearer to the dense one's."""
-        job, key = self.job, f"run {self.number} norms"
-        saved = job.run_store.read(key)
-        if saved is not None:
-            self.norms = take_up(self.model, saved.state_dict, saved.record["effect"])
-        elif any(solution.removed for solution in self.solutions.values()):
-            looks: list[certify.Distances] = []
 
-            def compare(each: Callable[[Any], None] | None) -> float | None:
-                looks.append(self._distances(each))
-                return looks[-1].output
+def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:
+    """Prune a copy of the session's network by a plan, and return the run.
 
-            self.norms = reestimate(self.model, job.model, compare)
-            if looks:
-                self.apart = looks[-1] if self.norms is None or self.norms.changed else looks[0]
-            job.run_store.write(
-                key, statistics_of(self.model), {"effect": self.norms and asdict(self.norms)}
-            )
+    Args:
+        session: what all runs share.
+        plan: each layer's own target.
+        last: no allocation round follows, so the joint refit is due.
+    """
+    session.runs += 1
+    run = Run(session, plan, _copied(session.model), session.runs)
+    run.solve_layers()
+    if session.options.numerics.batch_norm:
+        run.update_norms()
+    if last and session.options.refit == "network":
+        run.refit_network()
+    return run
 
-    def compensate(self, names: Iterable[str]) -> None:
-        """Move all surviving weights of some layers together, where that brings the output nearer to the dense one's."""
-        job, key, twins = self.job, f"run {self.number} compensation", self.twins()
-        layers = [twins[name] for name in names]
-        parameters = parameters_of(
-            self.model, {name for layer in layers for name in layer.parameters()}
-        )
-        saved = job.run_store.read(key)
-        if saved is not None:
-            self.compensation = Compensation(**saved.record["effect"])
-            for name, parameter in parameters.items():
-                parameter.data.copy_(saved.state_dict[name])
-        elif any(solution.removed for solution in self.solutions.values()):
-            with phase("compensate"):
-                self.compensation = compensate(
-                    self.model, job.model, job.batches, layers, self.masks,
-                    samples=job.calibration.samples, madds=job.madds, work=job.work,
-                )  # fmt: skip
-            job.run_store.write(
-                key,
-                {n: t.detach() for n, t in parameters.items()},
-                {"effect": asdict(self.compensation)},
-            )
-        if self.compensation is not None and self.compensation.steps:
-            self.apart = None  # what was measured before no longer holds
 
-    def _distances(self, each: Callable[[Any], None] | None = None) -> certify.Distances:
-        """How far this network is from the dense one, with asymmetric inputs at every layer."""
-        job, twins = self.job, self.twins()
-        pairs = (
-            [(layer, twins[layer.name]) for layer in job.layers]
-            if job.inputs == "asymmetric"
-            else []
-        )
-        return certify.distances(
-            job.model, self.model, job.batches, pairs, job.calibration.samples, each
-        )
+def run_rounds(session: Session) -> Run:
+    """Prune in as many allocation rounds as the target asks for, and return the last run."""
+    rounds = session.options.rounds if session.options.shared else 1
+    run = start_run(session, session.plan(), last=rounds == 1)
+    for number in range(2, rounds + 1):
+        session.refresh_influence(run.model)
+        run = start_run(session, session.plan(), last=number == rounds)
+    return run
 
-    def certify(self, held_out: Iterable[Any] | None) -> Certificate:
-        """The bound beside what is measured.
 
-        With asymmetric inputs a layer's error is the distance between its outputs in the two
-        networks, which is measured here, after the fact: it holds what reached the layer as well as
-        what the layer added or mended.
-        """
-        job, twins = self.job, self.twins()
-        moved = self.compensation is not None and self.compensation.steps
-        apart = self.apart or self._distances()
-        if job.inputs != "asymmetric":
-            return certify.certificate(
-                job.model,
-                self.model,
-                job.calibration,
-                certify.layer_errors(self.largest_errors, job.calibration),
-                apart,
-                held_out=held_out,
-                dense_gains={name: job.dense(name) for name in job.calibration}
-                if job.inputs == "pruned"
-                else None,
-            )
-        errors = {}
-        for name, (error, energy, count) in apart.layers.items():
-            relative = math.sqrt(error / energy) if energy else (math.inf if error else 0.0)
-            self.results[name] = replace(
-                self.results[name], error=error / max(1, count), relative_error=relative
-            )
-            if moved:  # the solver's answer is no longer what the network holds
-                self.solutions[name] = replace(
-                    self.solutions[name],
-                    weight=twins[name].matrix(),
-                    error=error / max(1, count),
-                    energy=energy / max(1, count),
-                    curve=None,
-                )
-            # Outputs are right to float32's last digit; the bound must hold all the same.
-            errors[name] = math.sqrt(error / job.calibration.samples) + 1e-6 * math.sqrt(
-                energy / job.calibration.samples
-            )
-        return certify.certificate(
-            job.model, self.model, job.calibration, errors, apart, held_out=held_out, absorbed=True
-        )
+def _once(compute: Callable[[], FinishedLayer]) -> Iterator[FinishedLayer]:
+    yield compute()
+
+
+def _refitted(solution: Solution, layer: Layer, measured: LayerDistance) -> Solution:
+    """Return a solution with the weights and errors that the joint refit left."""
+    return replace(
+        solution,
+        weight=layer.matrix(),
+        error=measured.mean_error,
+        energy=measured.mean_energy,
+        curve=None,
+    )
 
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    # networks may hold what cannot be copied: locks, open files, tensors with a history
-    except Exception as error:
+    except Exception as error:  # a network may hold locks, open files, tensors with a history
         text = " ".join(str(error).split())
         raise LobsError(
             f"the network cannot be copied ({type(error).__name__}: {text}), and solving happens "
-            "on a copy. Take out of it "
-            f"what is no module, parameter or plain value."
+            "on a copy. Remove from it everything but modules, parameters and plain values."
         ) from error

@@ -1,144 +1,224 @@
-"""A network, its data and how it is to be pruned: what all plans for it and all runs of a plan share."""
+"""A session: one network, its data and options, and everything that all its runs share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lobs.pruning import feasibility
-
 from lobs._system import memory
-from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
-from lobs.calibration.layer_problem import layer_problem
-from lobs.calibration.collect import Calibration, collect_moments
-from lobs.pruning.refit.joint import Compensate
-from lobs.calibration.fisher import fisher_diagonal
 from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
+from lobs._system.progress import track
+from lobs.calibration.collect import Calibration, collect_moments
+from lobs.calibration.fisher import fisher_diagonal
+from lobs.calibration.layer_problem import layer_problem
+from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
 from lobs.calibration.output_influence import output_influence
-from lobs.storage.run_store import RunStore
 from lobs.layers import Layer, find_layers
+from lobs.pruning import feasibility
+from lobs.pruning.finished import Packed
+from lobs.pruning.options import Options
+from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
 from lobs.pruning.preview import BudgetPreview, preview_budgets
-from lobs.solvers.problem import Problem, Solver, check_finite
-from lobs._system.progress import track
-from lobs.calibration.moments import Moments
+from lobs.solvers.problem import Problem
+from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
 
-Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
-Packed: TypeAlias = tuple[dict[str, Tensor], Any]
+T = TypeVar("T")
 
 
-class Job:
-    """One network, its data and how it is to be pruned; what several runs have in common is computed once."""
+@dataclass
+class Session:
+    """What all runs of one network share. Everything is computed when it is first asked for.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Iterable[Any],
-        layers: list[Layer],
-        solver: Solver,
-        inputs: Inputs,
-        prune_bias: bool,
-        damping: float | None,
-        diagnostics: bool,
-        batch_norm: bool = True,
-        run_store: RunStore | None = None,
-        gather: bool = False,
-        room: float | None = None,
-        compensate: Compensate = "layers",
-        work: float | None = None,
-    ) -> None:
-        self.model, self.batches, self.layers, self.solver, self.inputs = (
-            model,
-            batches,
-            layers,
-            solver,
-            inputs,
-        )
-        self.prune_bias, self.damping, self.diagnostics, self.batch_norm = (
-            prune_bias,
-            damping,
-            diagnostics,
-            batch_norm,
-        )
-        self.compensate, self.work = compensate, work
-        self.run_store = run_store or RunStore()
-        self.runs = self.looks = 0
-        self._mine = {layer.name: layer for layer in layers}
-        for layer in layers:
-            check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
-        if gather:  # moments when they are wanted, in passes of `room` bytes
-            self.calibration: Calibration = gathered(model, batches, layers, self.run_store, room)
-        else:
-            self.calibration = collect_moments(model, batches, layers, run_store=self.run_store)
-        self.curvature: dict[str, Tensor] = {}
-        if "curvature" in solver.needs:
-            self.curvature = self._once(
-                "curvature", lambda: fisher_diagonal(model, batches, layers)
+    Args:
+        model: the dense network.
+        batches: the calibration data.
+        options: the checked options.
+        store: where finished work is stored and found again.
+        pass_bytes: memory for the moments of one pass over the data; None without a limit.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    options: Options
+    store: RunStore = field(default_factory=RunStore)
+    pass_bytes: float | None = None
+    runs: int = 0
+    influence: dict[str, Tensor] = field(default_factory=dict)
+    _influences: int = 0
+    _losses: dict[str, RowLosses] = field(default_factory=dict)
+    _sharing: tuple[Sparsity | Budget, Mapping[str, float] | None] | None = None
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Return the layers to prune."""
+        return self.options.layers
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Return the moments of every layer's dense inputs.
+
+        With limited memory they are collected in several passes, when they are needed. Likewise
+        where no budget is shared by error curves: then they may never be needed.
+        """
+        options = self.options
+        late = not (options.inputs == "dense" or options.shared)
+        if late or options.execution.memory is not None:
+            return gathered(
+                self.model, self.batches, list(self.layers), self.store, self.pass_bytes
             )
-        self.influence: dict[str, Tensor] = {}
-        self._losses: dict[str, RowLosses] = {}
-        self._sharing: tuple[Sparsity | Budget, Mapping[str, float] | None] | None = None
+        return collect_moments(self.model, self.batches, list(self.layers), run_store=self.store)
+
+    @cached_property
+    def curvature(self) -> dict[str, Tensor]:
+        """Return the loss's diagonal curvature by layer, for solvers that need it."""
+        if "curvature" not in self.options.solver.needs:
+            return {}
+        return self._stored(
+            "curvature", lambda: fisher_diagonal(self.model, self.batches, list(self.layers))
+        )
 
     @cached_property
     def prunable(self) -> dict[str, int]:
-        """How many weights of each layer may go."""
-        return feasibility.prunable(self.layers, self.prune_bias)
+        """Return how many weights of each layer may be removed."""
+        return feasibility.prunable(self.layers, self.options.numerics.prune_bias)
+
+    @cached_property
+    def by_name(self) -> dict[str, Layer]:
+        """Return the dense network's layers by name."""
+        return {layer.name: layer for layer in self.layers}
 
     def dense(self, name: str) -> Tensor:
-        """A layer's weights as they were given."""
-        return self._mine[name].matrix()
+        """Return a layer's dense weights as a matrix."""
+        return self.by_name[name].matrix()
 
     def problem(self, layer: Layer, moments: Moments, *, overwrite: bool = False) -> Problem:
-        """One layer's problem on some inputs, whose moments may be used up if they are `mine`."""
+        """Build one layer's problem.
+
+        Args:
+            layer: the layer.
+            moments: the moments of its inputs.
+            overwrite: let the problem reuse the moments' memory.
+        """
+        numerics = self.options.numerics
         return layer_problem(
             layer,
             self.dense(layer.name),
             moments,
-            prune_bias=self.prune_bias,
-            damping=self.damping,
+            prune_bias=numerics.prune_bias,
+            damping=numerics.damping,
             row_weight=self.influence.get(layer.name),
             curvature=self.curvature.get(layer.name),
             overwrite=overwrite,
         )
 
-    def plan(self, target: Target) -> dict[str, Target | None]:
-        """What each layer is asked to do; a budget for all of them is shared out by their error curves."""
+    def dense_problem(self, layer: Layer) -> Problem:
+        """Build one layer's problem on the dense network's inputs."""
+        # With limited memory the moments are read again each time, so their memory can be reused.
+        limited = memory.limit() is not None
+        return self.problem(layer, self.calibration[layer.name], overwrite=limited)
+
+    def plan(self) -> dict[str, Target | None]:
+        """Return each layer's own target. A shared budget is allocated by the error curves."""
+        target = self.options.target
+        total = sum(self.prunable.values())
         match target:
             case Sparsity(scope="network"):
-                total = sum(self.prunable.values())
-                return self.shared(target, target.count(total))
+                return self.allocated(target, target.count(total))
             case Budget(parameters=int() | float() as kept):
-                return self.shared(target, max(0.0, sum(self.prunable.values()) - kept))
+                return self.allocated(target, max(0.0, total - kept))
             case Budget(bytes=int() | float() as size):
-                return self.shared(
-                    target,
-                    max(0.0, feasibility.stored_bytes(self.model, self.prunable) - size),
-                    self._bytes_each(),
-                )
+                spare = feasibility.stored_bytes(self.model, self.prunable) - size
+                return self.allocated(target, max(0.0, spare), self._bytes_each())
             case Budget(flops=int() | float() as flops):
                 uses = self._flops_each()
                 spent = sum(uses[name] * n for name, n in self.prunable.items())
-                return self.shared(target, max(0.0, spent - flops), uses)
+                return self.allocated(target, max(0.0, spent - flops), uses)
             case Structured():
                 target = target.inside(list(self.calibration))
         return {layer.name: for_layer(target, layer.name) for layer in self.layers}
 
-    def shared(
+    def allocated(
         self, target: Sparsity | Budget, give: float, prices: Mapping[str, float] | None = None
     ) -> dict[str, Target | None]:
-        """Every layer's count from one budget, by error curves on the dense network."""
+        """Return every layer's count from one budget, by error curves on the dense network.
+
+        Args:
+            target: the budget, for its limits by layer.
+            give: how much has to go, in weights or in units of the prices.
+            prices: what one weight of each layer counts for; 1 by default.
+        """
         if not self._losses:
-            self._measure()
+            self._measure_curves()
         self._sharing = target, prices
         counts = allocate(self._curves(target, prices), give)
         return {
             name: Sparsity(count / max(1, self.prunable[name]), scope="layer")
             for name, count in counts.items()
         }
+
+    def refresh_influence(self, pruned: nn.Module) -> None:
+        """Take output sensitivities from a pruned network: at high sparsity they have changed."""
+        self.influence = self._output_influence(pruned, find_layers(pruned, self.options.names))
+
+    def preview(self, removed: Mapping[str, int]) -> BudgetPreview | None:
+        """Return what other budgets would take from the layers; None without a shared budget."""
+        if self._sharing is None:
+            return None
+        curves = self._curves(*self._sharing)
+        return preview_budgets(curves, self._losses, self.influence, removed)
+
+    def gather(self) -> None:
+        """Compute what needs all processes, before each works on layers of its own."""
+        _ = self.curvature
+        if isinstance(self.calibration, Gathered):
+            self.calibration.prepare()
+
+    def distribute(
+        self,
+        layers: Sequence[Layer],
+        work: Callable[[Layer], T],
+        pack: Callable[[T], Packed],
+        unpack: Callable[[Packed, Layer], T],
+        label: str,
+    ) -> Iterator[T]:
+        """Do independent work on layers, each in one process, and yield all results in order.
+
+        Args:
+            layers: the layers.
+            work: what is done with each.
+            pack: turns a result into tensors and a record, to send it.
+            unpack: restores a result that another process sent.
+            label: what the progress bar says.
+        """
+        group = process_group()
+        if group.size == 1:
+            yield from map(work, layers)
+            return
+        owners = group.owners([layer.weight.numel() * float(layer.columns) for layer in layers])
+        own: dict[str, Packed] = {}
+        with (
+            group.raise_together(),
+            use_group(SINGLE_PROCESS),
+            track(label, owners.count(group.rank)) as advance,
+        ):
+            for layer, owner in zip(layers, owners, strict=True):
+                if owner == group.rank:
+                    own[layer.name] = pack(work(layer))
+                    advance(1)
+        for layer, owner in zip(layers, owners, strict=True):
+            packed = group.broadcast_object(*own.get(layer.name, (None, None)), by=owner)
+            yield unpack(packed, layer)
+
+    def flops(self) -> float:
+        """Return the multiply-adds of all layers for one sample."""
+        each = self._flops_each()
+        return sum(each[layer.name] / 2 * layer.weight.numel() for layer in self.layers)
 
     def _curves(
         self, target: Sparsity | Budget, prices: Mapping[str, float] | None
@@ -148,79 +228,49 @@ class Job:
             n = self.prunable[layer.name]
             limits = removable(target, layer.name, n)
             price = 1.0 if prices is None else prices[layer.name]
-            curves[layer.name] = self._losses[layer.name].curve(
-                n, self.influence[layer.name], *limits, price
-            )
+            losses = self._losses[layer.name]
+            curves[layer.name] = losses.curve(n, self.influence[layer.name], *limits, price)
         return curves
 
-    def preview(self, removed: Mapping[str, int]) -> BudgetPreview | None:
-        """What other budgets would have asked of the layers, where one budget was shared out; no further pruning."""
-        if self._sharing is None:
-            return None
-        return preview_budgets(self._curves(*self._sharing), self._losses, self.influence, removed)
-
-    def _measure(self) -> None:
-        self.influence = self._influence(self.model, self.layers)
+    def _measure_curves(self) -> None:
+        self.influence = self._output_influence(self.model, list(self.layers))
         self.gather()
-        missing = [
-            layer for layer in self.layers if not self.run_store.has(f"curve of {layer.name}")
-        ]
-        ahead = self.apart(
+        missing = [layer for layer in self.layers if not self.store.has(_curve_key(layer))]
+        ahead = self.distribute(
             missing,
-            lambda layer: (row_losses(self.dense_problem(layer)).packed(), None),
+            lambda layer: row_losses(self.dense_problem(layer)),
+            lambda losses: (losses.packed(), None),
+            lambda packed, _: RowLosses.unpacked(packed[0]),
             "error curves",
         )
         with track("error curves", len(self.layers)) as advance:
             for layer in self.layers:
-                found = self._once(f"curve of {layer.name}", lambda: next(ahead)[0])
-                self._losses[layer.name] = RowLosses.unpacked(found)
+                found = self.store.read(_curve_key(layer))
+                if found is None:
+                    losses = next(ahead)
+                    self.store.write(_curve_key(layer), losses.packed(), {})
+                else:
+                    losses = RowLosses.unpacked(found.state_dict)
+                self._losses[layer.name] = losses
                 advance(1)
 
-    def apart(
-        self, layers: Sequence[Layer], work: Callable[[Layer], Packed], label: str
-    ) -> Iterator[Packed]:
-        """Do independent work on layers, each by one process of the crew; gives all of it to all, in order."""
+    def _output_influence(self, model: nn.Module, layers: list[Layer]) -> dict[str, Tensor]:
+        self._influences += 1
         group = process_group()
-        if group.size == 1:
-            yield from map(work, layers)
-            return
-        owners = group.owners([layer.weight.numel() * float(layer.columns) for layer in layers])
-        mine: dict[str, Packed] = {}
-        with (
-            group.raise_together(),
-            use_group(SINGLE_PROCESS),
-            track(label, owners.count(group.rank)) as advance,
-        ):
-            for layer, owner in zip(layers, owners, strict=True):
-                if owner == group.rank:
-                    mine[layer.name] = work(layer)
-                    advance(1)
-        for layer, owner in zip(layers, owners, strict=True):
-            yield group.broadcast_object(*mine.get(layer.name, (None, None)), by=owner)
-
-    def _influence(self, model: nn.Module, layers: list[Layer]) -> dict[str, Tensor]:
-        self.looks += 1
-        skipped = (
-            self.calibration.drawn_elsewhere(process_group().rank)
-            if process_group().size > 1
-            else ()
+        skipped = self.calibration.drawn_elsewhere(group.rank) if group.size > 1 else ()
+        return self._stored(
+            f"influence {self._influences}",
+            lambda: output_influence(model, self.batches, layers, skipped=skipped),
         )
-        compute = partial(output_influence, model, self.batches, layers, skipped=skipped)
-        return self._once(f"influence {self.looks}", compute)
 
-    def _once(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Some tensors by name: those in the run store, or computed now and put there."""
-        found = self.run_store.read(key)
+    def _stored(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Return tensors from the run store, or compute them now and store them."""
+        found = self.store.read(key)
         if found is not None:
             return dict(found.state_dict)
         tensors = compute()
-        self.run_store.write(key, tensors, {})
+        self.store.write(key, tensors, {})
         return tensors
-
-    def look_again(self, pruned: nn.Module) -> None:
-        """Let a pruned network say how much each unit matters: at high sparsity that is no longer what the dense one says."""
-        layers = find_layers(pruned, [layer.name for layer in self.layers])
-        self.influence = self._influence(pruned, layers)
 
     def _bytes_each(self) -> dict[str, float]:
         return {layer.name: float(layer.weight.element_size()) for layer in self.layers}
@@ -232,21 +282,6 @@ class Job:
             for layer in self.layers
         }
 
-    @property
-    def madds(self) -> float:
-        """Multiply-adds of all layers for one sample."""
-        each = self._flops_each()
-        return sum(each[layer.name] / 2 * layer.weight.numel() for layer in self.layers)
 
-    def gather(self) -> None:
-        """All processes together, before each works on layers of its own."""
-        if isinstance(self.calibration, Gathered):
-            self.calibration.prepare()
-
-    def dense_problem(self, layer: Layer) -> Problem:
-        """One layer's problem on what the dense network feeds it."""
-        # With a limit of memory every look at the moments reads them anew, so that they may be used
-        # up.
-        return self.problem(
-            layer, self.calibration[layer.name], overwrite=memory.limit() is not None
-        )
+def _curve_key(layer: Layer) -> str:
+    return f"curve of {layer.name}"

@@ -14,14 +14,14 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from lobs.calibration.layer_problem import layer_problem
+from lobs._system.progress import shown, track
 from lobs.calibration.collect import collect_moments
+from lobs.calibration.layer_problem import layer_problem
 from lobs.errors import TargetError
 from lobs.layers import find_layers
-from lobs.solvers.problem import Problem, Solver
-from lobs._system.progress import shown, track
-from lobs.solvers.solution import Solution
 from lobs.solvers import GreedyOBS, as_solver, solve
+from lobs.solvers.problem import Problem, Solver
+from lobs.solvers.solution import Solution
 from lobs.targets import ErrorBudget, Sparsity, Target
 
 By: TypeAlias = Literal["ratio", "epsilon"]

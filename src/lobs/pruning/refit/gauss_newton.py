@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lobs.calibration.collect import collect_moments
 from lobs._system.distributed import process_group
-from lobs.errors import ProcessGroupError, LobsError
+from lobs.calibration.collect import collect_moments
+from lobs.calibration.forward import batch_size, call, main_output, plain_input
+from lobs.errors import LobsError, ProcessGroupError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
 from lobs.pruning.refit.reverse import vjp
-from lobs.calibration.forward import batch_size, call, main_output, plain_input
 
 INSIDE = 4  # conjugate-gradient steps
 PASSES = 6 * INSIDE + 12  # forward passes that a step costs as much as

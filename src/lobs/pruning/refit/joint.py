@@ -1,14 +1,14 @@
-"""All surviving weights moved together, so that the network's output, not each layer's own, comes nearest to the dense one's.
+"""The joint refit: all surviving weights move together toward the dense network's output.
 
-Layers are solved one by one: those behind can mend what a layer leaves over, those before it
-cannot. Here all survivors θ move at once, to the least mean ‖f_θ(x) − f_dense(x)‖²: the
-compensation of optimal brain surgery (Hassibi and Stork 1993) in the whole network's metric instead
-of each layer's, by Gauss–Newton steps (`gauss_newton`) in a metric that knows each row's own
-curvature (`preconditioning`). No labels; what the dense network answers is all there is to know.
+Layers are solved one by one. A later layer can compensate the error of an earlier one, but not the
+other way round. Here all survivors θ move at once, to the least mean ‖f_θ(x) − f_dense(x)‖². That
+is the compensation of optimal brain surgery (Hassibi and Stork 1993) in the metric of the whole
+network. It takes Gauss–Newton steps (`gauss_newton`), preconditioned by each row's own curvature
+(`preconditioner`), and needs no labels.
 
-Every step sees other samples, and an eighth of them is never worked on (`splitting`): the weights
-that come nearest to the dense network there are the ones that stay. A step costs some forty passes
-over its batches, so large networks go without unless asked.
+Every step sees other samples. One sample in eight is held out (`split`): the weights that come
+nearest to the dense network there stay. A step costs about forty passes over its batches, so large
+networks are refitted only on request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
+from lobs._system.progress import track
+from lobs.calibration.forward import batch_size, evaluating, length, plain_input
 from lobs.errors import LobsError
+from lobs.layers import Layer
 from lobs.pruning.refit.gauss_newton import (
     PASSES,
     ImpossibleError,
@@ -31,51 +34,51 @@ from lobs.pruning.refit.gauss_newton import (
     differentiable,
     parameters_of,
 )
-from lobs.layers import Layer
-from lobs._system.progress import track
-from lobs.calibration.forward import batch_size, evaluating, length, plain_input
 from lobs.pruning.refit.split import SMALL, some, split
 
-Compensate: TypeAlias = Literal["layers", "network"]
+Refit: TypeAlias = Literal["layers", "network"]
 
-# Multiply-adds that moving all weights together may take where nobody asked for it: some twenty
-# seconds on two cores.
+# Multiply-adds that the refit may take where nobody asked for it: about 20 s on two cores.
 WORK = 1.2e12
-_MOST = 12  # steps
-# Equations to an unknown that a step works on, and the fewest samples: fewer are learned by heart.
-_EQUATIONS, _FEWEST = 5.0, 1000
-_ENOUGH = 64  # samples to try a network out on
-_PATIENCE, _WORTH = 2, 0.002  # so many steps that take off less than this share are the end
+_MOST_STEPS = 12
+_EQUATIONS_PER_UNKNOWN = 5.0
+_FEWEST_SAMPLES = 1000  # of a step; with fewer the refit overfits
+_TRIAL_SAMPLES = 64  # to find out whether the network can be differentiated
+_PATIENCE = 2  # steps that may win less than _WORTH of the distance before the refit ends
+_WORTH = 0.002
 
 
 @dataclass(frozen=True)
-class Compensation:
-    """What moving all weights together did to the output's root mean square distance from the dense one's.
+class JointRefit:
+    """The effect of a joint refit on the output's root mean square distance from the dense output.
 
-    Measured on `kept_back` samples that it did not work on. `reason` says why it was not done,
-    where it was not.
+    `before`, `after` and `tried`, the least distance of any step, are measured on `held_out`
+    samples that no step worked on. `reason` says why no refit was made.
     """
 
     steps: int = 0
     before: float | None = None
     after: float | None = None
-    kept_back: int = 0
+    held_out: int = 0
     reason: str = ""
-    tried: float | None = None  # the least that any step reached
+    tried: float | None = None
 
     def __str__(self) -> str:
         if self.reason:
             return f"layer by layer ({self.reason})"
         reached = self.after if self.steps or self.tried is None else self.tried
-        moved = f"output deviation {self.before:.4g} → {reached:.4g} on {self.kept_back:,} samples kept back"
+        moved = (
+            f"output deviation {self.before:.4g} → {reached:.4g} on {self.held_out:,} held-out "
+            "samples"
+        )
         if not self.steps:
-            return f"layer by layer, since moving all weights together did not help on these batches ({moved})"
-        return f"all layers together, {self.steps} steps ({moved})"
+            return f"layer by layer: the joint refit did not help on held-out samples ({moved})"
+        return f"all layers jointly, {self.steps} steps ({moved})"
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How many steps, and how many samples each works on; `reason` if none."""
+    """Number of steps, and of samples that each works on; `reason` if there are none."""
 
     steps: int
     samples: int
@@ -83,19 +86,27 @@ class Effort:
 
 
 def effort(free: int, outputs: float, madds: float, samples: int, work: float | None) -> Effort:
-    """What is worth doing for so many free weights, outputs and multiply-adds a sample, within `work` multiply-adds in all."""
-    wanted = max(_FEWEST, math.ceil(_EQUATIONS * free / max(1.0, outputs)))
+    """Return how many steps to take.
+
+    Args:
+        free: number of weights that may move.
+        outputs: numbers that the network returns for one sample.
+        madds: multiply-adds of one sample.
+        samples: number of samples there are.
+        work: multiply-adds that may be spent in all; None for no limit.
+    """
+    wanted = max(_FEWEST_SAMPLES, math.ceil(_EQUATIONS_PER_UNKNOWN * free / max(1.0, outputs)))
     each = min(wanted, samples)
     cost = PASSES * madds * each
-    steps = _MOST if work is None else min(_MOST, int(work / max(1.0, cost)))
+    steps = _MOST_STEPS if work is None else min(_MOST_STEPS, int(work / max(1.0, cost)))
     if steps:
         return Effort(steps, each)
     return Effort(
-        0, each, f"moving all layers together would take some {_MOST * cost:.1g} multiply-adds"
+        0, each, f"the joint refit would take about {_MOST_STEPS * cost:.1g} multiply-adds"
     )
 
 
-def compensate(
+def refit_jointly(
     model: nn.Module,
     dense: nn.Module,
     batches: Iterable[Any],
@@ -105,11 +116,18 @@ def compensate(
     samples: int,
     madds: float,
     work: float | None = WORK,
-) -> Compensation:
-    """Move the weights that `masks` keeps in `layers` of a pruned network, in place; zeros and everything else stay.
+) -> JointRefit:
+    """Refit the kept weights of some layers in place; zeros and everything else stay.
 
-    `samples` is how many the batches hold in all, `madds` what one costs on its way through the
-    network.
+    Args:
+        model: the pruned network.
+        dense: the network as it was given.
+        batches: the calibration data.
+        layers: the pruned network's layers whose weights may move.
+        masks: True where a weight is kept, by parameter name.
+        samples: number of samples in all batches.
+        madds: multiply-adds of one sample.
+        work: multiply-adds that may be spent in all; None for no limit.
     """
     free = _free(layers, masks)
     kind = next(
@@ -121,56 +139,52 @@ def compensate(
         None,
     )
     if kind is not None:
-        return Compensation(reason=f"weights are {str(kind).removeprefix('torch.')}")
+        return JointRefit(reason=f"weights are {str(kind).removeprefix('torch.')}")
     survivors = Survivors(model, dense, layers, free)
     try:
         with evaluating(model), evaluating(dense), differentiable():
             return _move(survivors, batches, samples, madds, work)
     except ImpossibleError as error:
         survivors.write(survivors.at)
-        return Compensation(reason=str(error))
+        return JointRefit(reason=str(error))
 
 
 def _move(
     survivors: Survivors, batches: Iterable[Any], samples: int, madds: float, work: float | None
-) -> Compensation:
-    """Step until nothing more is won on the batches kept back, and leave the network at its best."""
+) -> JointRefit:
+    """Step until the held-out distance stops falling, and leave the network at its best."""
     group = process_group()
     if None in group.all_gather(length(batches)):
-        return Compensation(
-            reason="how many batches there are is not known: give them in a list or a DataLoader"
-        )
+        return JointRefit(reason="the number of batches is not known: give a list or a DataLoader")
     unknowns = round(sum(float(mask.sum()) for mask in survivors.free.values()))
     plan = effort(unknowns, _outputs_a_sample(survivors, batches), madds, samples, work)
     if plan.reason:
-        return Compensation(reason=plan.reason)
+        return JointRefit(reason=plan.reason)
     share = -(-plan.samples // group.size)
     parted = split(survivors.dense, batches, share, (plan.steps + 1) * share)
     if parted is None:
-        return Compensation(
-            reason=f"give two batches at least, one of which is kept back, or one of {SMALL} samples or more"
+        return JointRefit(
+            reason="one batch must be held out: give two batches at least, or one of "
+            f"{SMALL} samples or more"
         )
     with group.raise_together():
-        kept = some(parted.kept_back(), plan.samples)
-    kept_back = Window(survivors, kept, join=parted.joins)
-    # Where a step works on all there is, every process works on all that it has, and on nothing
-    # twice.
+        aside = some(parted.kept_back(), plan.samples)
+    held_out = Window(survivors, aside, join=parted.joins)
+    # A step that needs all samples takes each one once, in every process.
     everything = plan.samples >= int(samples * parted.portion)
     at_work = parted.at_work(forever=True)
     at = chosen = survivors.at
-    first = before = best = kept_back.distance(at)
-    if not kept_back.samples or not math.isfinite(first):
-        return Compensation(
-            reason="there is nothing on the batches kept back that could be compared"
-        )
+    first = before = best = held_out.distance(at)
+    if not held_out.samples or not math.isfinite(first):
+        return JointRefit(reason="the held-out batches hold nothing to compare")
     steps, idle, tried = 0, 0, math.inf
-    with track("compensate", plan.steps) as advance:
+    with track("refit", plan.steps) as advance:
         for turn in range(plan.steps):
             with group.raise_together():
                 now_at_work = list(parted.at_work()) if everything else some(at_work, share)
             survivors.write(at)
             at = Window(survivors, now_at_work, join=parted.joins).step(at, turn)
-            now = kept_back.distance(at)
+            now = held_out.distance(at)
             advance(1)
             tried = min(tried, now)
             if now < best:
@@ -182,11 +196,11 @@ def _move(
     chosen = {name: t.contiguous() for name, t in chosen.items()}
     group.broadcast(*chosen.values())  # so that all processes have the same bits
     survivors.write(chosen)
-    return Compensation(steps, first, best, kept_back.samples, tried=tried)
+    return JointRefit(steps, first, best, held_out.samples, tried=tried)
 
 
 def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
-    """How many numbers the network gives for one sample; also a first try whether it can be differentiated."""
+    """Return how many numbers the network gives for one sample, and try to differentiate it."""
     with process_group().raise_together():
         first = _little(next(iter(batches), None))
     counted, seen, fault = 0, 0, ""
@@ -203,13 +217,13 @@ def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
 
 
 def _little(batch: Any) -> Any:
-    """The first samples of a batch: derivatives of a whole one may take more memory than there is."""
+    """Return a batch's first samples: derivatives of a whole batch may not fit into memory."""
     x = plain_input(batch)
-    return batch if x is None else x[:_ENOUGH]
+    return batch if x is None else x[:_TRIAL_SAMPLES]
 
 
 def _free(layers: Sequence[Layer], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Which numbers of which parameters may move: those of these layers that are kept."""
+    """Return which entries of which parameters may move: those of these layers that are kept."""
     free: dict[str, Tensor] = {}
     for layer in layers:
         for (name, (start, stop)), whole in zip(

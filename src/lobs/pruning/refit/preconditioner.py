@@ -15,10 +15,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lobs.calibration.moments import Moments
+from lobs.layers import Layer
 from lobs.solvers import linalg
 from lobs.solvers.kernels.rows import blocks, listed
-from lobs.layers import Layer
-from lobs.calibration.moments import Moments
 
 Vector: TypeAlias = dict[str, Tensor]  # a number for every weight that may move, by parameter
 
