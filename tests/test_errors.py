@@ -24,7 +24,7 @@ def test_a_warning_points_at_the_line_that_called_lobs():
 def test_a_problem_solved_alone_warns_of_the_line_that_solved_it():
     problem = lobs.Problem(torch.randn(3, 4), torch.ones(4, 4))
     with pytest.warns(NumericalWarning) as said:
-        lobs.solve(problem, "exact", lobs.Sparsity(0.5))
+        lobs.solve(problem, "greedy", lobs.Sparsity(0.5))
         line = inspect.currentframe().f_lineno - 1
     assert {(w.filename, w.lineno) for w in said} == {(__file__, line)}
 

@@ -1,4 +1,4 @@
-"""What can go wrong, in words that name the layer, the number and the remedy."""
+"""Errors and warnings. Each names the layer, the number and the remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CalibrationError(LobsError):
 
 
 class UnsupportedLayerError(LobsError, TypeError):
-    """A layer that `lobs` will not prune, with the reason why."""
+    """A layer that `lobs` does not prune, with the reason."""
 
 
 class SolverError(LobsError, ValueError):
@@ -34,7 +34,7 @@ class SolverError(LobsError, ValueError):
 
 
 class ProcessGroupError(LobsError):
-    """Processes that share a job and have lost each other."""
+    """A process group that lost a process."""
 
 
 class FileError(LobsError):
@@ -46,7 +46,7 @@ class MaskError(LobsError, ValueError):
 
 
 class ExportError(LobsError):
-    """A network that cannot be handed on in the form that was asked for."""
+    """A network that cannot be exported in the format that was asked for."""
 
 
 class DataError(LobsError):
@@ -54,46 +54,44 @@ class DataError(LobsError):
 
 
 class TrainingError(LobsError, ValueError):
-    """A training run whose parts do not fit, or whose loss ran away."""
+    """A training run whose arguments do not fit, or whose loss diverged."""
 
 
 class NumericalWarning(UserWarning):
-    """The answer stands, but a number had to be helped: it says which and by how much."""
+    """The result is valid, but a matrix was regularised; the message says which and by how much."""
 
 
-_said: ContextVar[set[str] | None] = ContextVar("said", default=None)
+_given: ContextVar[set[str] | None] = ContextVar("lobs_warnings_given", default=None)
 
 
 @contextmanager
-def saying_once() -> Iterator[None]:
-    """For the length of a block, cautions about the same matter come once, however their numbers change from pass to pass."""
-    token = _said.set(set())
+def warning_once() -> Iterator[None]:
+    """Inside this block, give each warning with a `matter` only once."""
+    token = _given.set(set())
     try:
         yield
     finally:
-        _said.reset(token)
+        _given.reset(token)
 
 
 def caution(message: str, matter: str | None = None) -> None:
-    """Give a `NumericalWarning` the place where the user's code called `lobs`; a line of ours would say nothing to them.
+    """Give a `NumericalWarning` at the line where the user's code called `lobs`.
 
-    Counted frames would not find it: between two of ours there may be frames of torch's or of the
-    standard library's. What is said of a `matter` is said once where `saying_once`.
+    Frames of torch or of the standard library may lie between two of ours, so frames are not
+    counted but searched. Inside `warning_once` a warning with the same `matter` comes only once.
     """
-    said = _said.get()
-    if said is not None and matter is not None:
-        if matter in said:
+    given = _given.get()
+    if given is not None and matter is not None:
+        if matter in given:
             return
-        said.add(matter)
+        given.add(matter)
     place = frame = sys._getframe(1)
     while frame.f_back is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
         frame = frame.f_back
         place = frame if ours else place
     scope = place.f_globals
-    registry = scope.setdefault(
-        "__warningregistry__", {}
-    )  # where Python keeps what has been said here
+    registry = scope.setdefault("__warningregistry__", {})  # Python's record of warnings given
     warnings.warn_explicit(
         message,
         NumericalWarning,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from lobs.errors import TargetError
 
@@ -82,10 +82,13 @@ class Sparsity(_Brief):
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """Remove as many weights as keep the layer's error √E at or below ε (or, relative, ε times its output's norm).
+    """Remove as many weights as keep every layer's error √E at or below ε.
 
-    √E = (1/√n)‖ΔZ‖_F is the root mean square change of the layer's output vector. ε may be a
-    mapping like `Sparsity`'s.
+    √E = (1/√n)‖ΔZ‖_F is the root mean square change of the layer's output vector.
+
+    Args:
+        epsilon: ε, or a mapping from layer names or globs to their own ε.
+        relative: measure ε in units of the norm of the layer's output.
     """
 
     epsilon: float | Mapping[str, float]
@@ -187,13 +190,63 @@ class Budget(_Brief):
 
 
 @dataclass(frozen=True)
-class NByM:
+class Pattern:
+    """Base of the targets that fix where zeros may lie.
+
+    A pattern needs three things: a class here, the module that solves it, and an option of the
+    command line. Nothing else lists patterns.
+    """
+
+    #: Module whose constant `SOLVER` solves the pattern (`lobs.solvers.patterns.PatternSolver`).
+    solved_by: ClassVar[str]
+    #: Field that is one value for all layers, or a mapping by layer name or glob.
+    by_layer: ClassVar[str] = "fraction"
+
+    @property
+    def table(self) -> Mapping[str, float] | None:
+        """The mapping by layer; None where one value serves all layers."""
+        value = getattr(self, self.by_layer)
+        return value if isinstance(value, Mapping) else None
+
+    def for_layer(self, name: str) -> Pattern | None:
+        """Return the pattern of one layer; None where the mapping leaves it dense."""
+        if self.table is None:
+            return self
+        value = _lookup(self.table, name)
+        return None if value is None else replace(self, **{self.by_layer: value})
+
+    def inside(self, order: Sequence[str]) -> Pattern:
+        """Return the pattern for layers that run in this order."""
+        return self
+
+    @property
+    def removes_everything(self) -> bool:
+        """Whether a layer with this pattern keeps no weight."""
+        return bool(getattr(self, self.by_layer) == 1)
+
+    def check_layer(self, name: str, groups: int, rows: int, columns: int) -> None:
+        """Raise a `TargetError` where a layer cannot take the pattern.
+
+        Args:
+            name: the layer's name.
+            groups: its number of groups.
+            rows: rows per group.
+            columns: columns per group, without a bias.
+        """
+
+
+@dataclass(frozen=True)
+class NByM(Pattern):
     """Keep `n` of every `m` consecutive weights of a row: 2:4, 4:8, 1:4.
 
-    Groups are counted off along the layer's columns, which for a convolution are its flattened
-    kernel (channel, height, width). Hardware kernels for convolutions want groups of input channels
-    at one kernel position instead: that is `along="channels"`. A last group of r < m columns keeps
-    ⌈n·r/m⌉. `n` may be a mapping like `Sparsity`'s; layers that no key matches stay dense.
+    A last group of r < m columns keeps ⌈n·r/m⌉.
+
+    Args:
+        n: weights kept in each group. A mapping by layer name or glob leaves other layers dense.
+        m: size of a group.
+        along: "columns" counts groups along the flattened kernel (channel, height, width).
+            "channels" groups input channels at one kernel position, as hardware kernels for
+            convolutions expect.
 
     >>> NByM(2, 4).groups(6)
     [0, 0, 0, 0, 1, 1]
@@ -201,6 +254,8 @@ class NByM:
     (2, 0)
     """
 
+    solved_by: ClassVar[str] = "lobs.solvers.patterns.nbym"
+    by_layer: ClassVar[str] = "n"
     n: int | Mapping[str, int]
     m: int
     along: Literal["columns", "channels"] = "columns"
@@ -217,14 +272,19 @@ class NByM:
                 )
 
     def groups(self, columns: int, positions: int = 1) -> list[int]:
-        """The group of each column; `positions` columns in a row belong to one input channel."""
+        """Return the group of each column; `positions` consecutive columns form a channel."""
         if self.along == "columns":
             return [j // self.m for j in range(columns)]
         per_position = -(-(columns // positions) // self.m)
         return [(j % positions) * per_position + j // positions // self.m for j in range(columns)]
 
+    @property
+    def removes_everything(self) -> bool:
+        """Whether a layer with this pattern keeps no weight."""
+        return self.n == 0
+
     def quota(self, size: int) -> int:
-        """How many weights a group of `size` columns gives."""
+        """Return how many weights a group of `size` columns loses."""
         return size - math.ceil(int(_single(self.n, "NByM")) * size / self.m)
 
     def __str__(self) -> str:
@@ -232,13 +292,18 @@ class NByM:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Remove whole blocks of the weight matrix, (1, k) or (k, k) or any other (rows, columns).
+class Block(Pattern):
+    """Remove whole blocks of the weight matrix.
 
-    The fraction is of blocks: ⌊fraction · blocks + ½⌋ go. Blocks tile the matrix from its first row
-    and column; what is left over at the edges is a smaller block and counts as one.
+    ⌊fraction · blocks + ½⌋ blocks go. Blocks tile the matrix from its first row and column. A
+    smaller block at an edge counts as one.
+
+    Args:
+        fraction: share of blocks to remove, or a mapping by layer name or glob.
+        shape: (rows, columns) of a block.
     """
 
+    solved_by: ClassVar[str] = "lobs.solvers.patterns.block"
     fraction: float | Mapping[str, float]
     shape: tuple[int, int] = (1, 4)
 
@@ -253,21 +318,37 @@ class Block:
         object.__setattr__(self, "shape", tuple(int(k) for k in sides))
 
     def count(self, blocks: int) -> int:
-        """How many of `blocks` blocks go."""
+        """Return how many of `blocks` blocks go."""
         return math.floor(_single(self.fraction, "Block") * blocks + 0.5)
+
+    def check_layer(self, name: str, groups: int, rows: int, columns: int) -> None:
+        """Refuse a layer of so few blocks that all would go."""
+        if self.fraction == 1:
+            return
+        high, wide = self.shape
+        blocks = groups * -(-rows // high) * -(-columns // wide)
+        if self.count(blocks) == blocks:
+            raise TargetError(
+                f"layer '{name}' has only {blocks} block(s) of {high}×{wide} or what fits of it: "
+                f"all would go for {self.fraction:g}. Take smaller blocks, or skip the layer."
+            )
 
 
 @dataclass(frozen=True)
-class Structured:
-    """Remove whole output units (rows, filters), or whole input channels (all kernel positions of one, from every row).
+class Structured(Pattern):
+    """Remove whole output units (rows, filters) or whole input channels.
 
-    The fraction is of units or channels: ⌊fraction · n + ½⌋ go. A removed unit keeps its bias at
-    the best constant; `lobs.shrink` then takes what is gone out of the network. In `prune`, a
-    single number leaves the layer that runs last whole (for units) or the one that runs first (for
-    inputs): those are the network's own outputs and inputs. Name such a layer in a mapping to prune
-    it all the same.
+    ⌊fraction · n + ½⌋ units or channels go. A removed unit keeps its bias at the best constant.
+    `lobs.shrink` then takes removed units out of the network. In `prune`, a single number leaves
+    the last layer whole (for units) or the first (for inputs): those are the network's own outputs
+    and inputs. Name such a layer in a mapping to prune it too.
+
+    Args:
+        fraction: share of units or channels to remove, or a mapping by layer name or glob.
+        what: "units" or "inputs". A channel covers all kernel positions, in every row.
     """
 
+    solved_by: ClassVar[str] = "lobs.solvers.patterns.structured"
     fraction: float | Mapping[str, float]
     what: Literal["units", "inputs"] = "units"
 
@@ -277,24 +358,23 @@ class Structured:
             raise TargetError(f"what is '{self.what}': use 'units' or 'inputs'.")
 
     def count(self, n: int) -> int:
-        """How many of `n` units or channels go."""
+        """Return how many of `n` units or channels go."""
         return math.floor(_single(self.fraction, "Structured") * n + 0.5)
 
     def inside(self, order: Sequence[str]) -> Structured:
-        """The same for layers that run in this order, with the network's own inputs or outputs left whole."""
+        """Return the target for layers in this order; the network's own ends stay whole."""
         if isinstance(self.fraction, Mapping):
             return self
         inner = order[1:] if self.what == "inputs" else order[:-1]
         if not inner:
             raise TargetError(
                 f"there is only layer '{order[0]}', whose {self.what} are the network's own. "
-                f"Structured({{'{order[0]}': "
-                f"{self.fraction:g}}}, '{self.what}') removes them all the same."
+                f"Structured({{'{order[0]}': {self.fraction:g}}}, '{self.what}') "
+                "removes them all the same."
             )
         return replace(self, fraction=dict.fromkeys(inner, self.fraction))
 
 
-Pattern: TypeAlias = NByM | Block | Structured
 Target: TypeAlias = Sparsity | ErrorBudget | Budget | Pattern
 
 
@@ -366,12 +446,8 @@ def for_layer(target: Target, name: str) -> Target | None:
         case ErrorBudget(epsilon=Mapping() as table, relative=relative):
             value = _lookup(table, name)
             return None if value is None else ErrorBudget(value, relative)
-        case NByM(n=Mapping() as table):
-            kept = _lookup(table, name)
-            return None if kept is None else replace(target, n=kept)
-        case Block(fraction=Mapping() as table) | Structured(fraction=Mapping() as table):
-            value = _lookup(table, name)
-            return None if value is None else replace(target, fraction=value)
+        case Pattern():
+            return target.for_layer(name)
     return target
 
 
@@ -395,10 +471,8 @@ def _keys(target: Target) -> list[str]:
             tables = [target.fraction, target.keep_at_least, target.keep_at_most]
         case ErrorBudget():
             tables = [target.epsilon]
-        case NByM():
-            tables = [target.n]
-        case Block() | Structured():
-            tables = [target.fraction]
+        case Pattern():
+            tables = [target.table]
         case Budget():
             tables = [target.keep_at_least, target.keep_at_most]
     return [key for table in tables if isinstance(table, Mapping) for key in table]

@@ -8,7 +8,7 @@ from torch import nn
 
 import lobs
 from lobs.calibration.batch_norm import _Sums, find_norms, reestimate
-from lobs.certificate.certify import deviation, distances
+from lobs.calibration.comparison import Comparison, compare
 from lobs.certificate.verify import verify_errors
 
 
@@ -71,13 +71,22 @@ def pruned_without(model, batches):
     return prune(model, batches, numerics=lobs.Numerics(batch_norm=False)).model
 
 
-def unmeasured(dense, pruned, batches):
-    """Runs both networks as `reestimate` wants it and says nothing of the outputs, so that new statistics stand."""
+class Claimed(Comparison):
+    """A comparison whose distances are given, so that a test decides whether statistics stay."""
 
-    def compare(each):
-        distances(dense, pruned, batches, (), each=each)
+    def __init__(self, dense, pruned, claims=None):
+        super().__init__(dense, pruned)
+        self.claims = claims
 
-    return compare
+    def join(self):
+        super().join()
+        self.output = None if self.claims is None else next(self.claims)
+        return self
+
+
+def update(pruned, dense, batches, claims=None):
+    """The effect of re-estimation; without claims outputs are not compared, so new statistics stay."""
+    return reestimate(pruned, dense, batches, lambda: Claimed(dense, pruned, claims))[0]
 
 
 def moved_by_hand(old, dense, pruned):
@@ -92,7 +101,7 @@ def moved_by_hand(old, dense, pruned):
 def test_a_network_that_lost_nothing_keeps_its_statistics_to_the_bit():
     model = trained_like(network(), data())
     same = copy.deepcopy(model)
-    assert reestimate(same, model, unmeasured(model, same, data())) is None
+    assert update(same, model, data()) is None
     assert all(torch.equal(v, same.state_dict()[k]) for k, v in model.state_dict().items())
 
 
@@ -112,8 +121,8 @@ def test_a_norm_that_is_called_twice_is_compared_call_by_call():
     batches = [torch.randn(30, 6) for _ in range(4)]
     model = trained_like(Twice(), batches)
     same = copy.deepcopy(model)
-    assert reestimate(same, model, unmeasured(model, same, batches)) is None
-    effect = prune(model, batches, lobs.Sparsity(0.1)).batch_norm
+    assert update(same, model, batches) is None
+    effect = prune(model, batches, 0.1).batch_norm
     assert (
         effect is not None and effect.after < 1.1 * effect.before
     )  # all calls at once: a thousand times worse
@@ -165,7 +174,9 @@ def test_what_evaluate_does_to_a_network_is_in_the_certificate():
 
     x = data()
     found = lobs.prune(model, x, lobs.Budget(drop=0.5, evaluate=trains_a_little), progress=False)
-    assert found.certificate.measured == pytest.approx(deviation(model, found.model, x), rel=1e-5)
+    assert found.certificate.measured == pytest.approx(
+        compare(model, found.model, x).output, rel=1e-5
+    )
 
 
 def test_a_channel_without_variance_and_a_norm_without_epsilon_stay_finite():
@@ -176,7 +187,7 @@ def test_a_channel_without_variance_and_a_norm_without_epsilon_stay_finite():
         model[0].weight[1] = 0  # a channel that is the same for all inputs
     batches = [torch.randn(20, 4)]
     same = copy.deepcopy(model)
-    assert reestimate(same, model, unmeasured(model, same, batches)) is None
+    assert update(same, model, batches) is None
     pruned = prune(model, batches).model
     assert bool(torch.isfinite(pruned(batches[0])).all())
 
@@ -185,7 +196,7 @@ def test_the_first_norm_moves_by_what_all_samples_say_however_batched():
     batches = data()
     model = trained_like(network(), data())
     pruned = pruned_without(model, batches)
-    reestimate(pruned, model, unmeasured(model, pruned, batches))
+    update(pruned, model, batches)
     mean, var = moved_by_hand(
         model[1], inputs_of(model, "1", batches), inputs_of(pruned, "1", batches)
     )
@@ -197,7 +208,7 @@ def test_deeper_norms_come_within_a_whisker_of_their_fixed_point():
     batches = data()
     model = trained_like(network(), data())
     pruned = pruned_without(model, batches)
-    reestimate(pruned, model, unmeasured(model, pruned, batches))
+    update(pruned, model, batches)
     for name in ("4", "8"):
         norm = pruned.get_submodule(name)
         wanted = moved_by_hand(
@@ -214,7 +225,7 @@ def test_where_the_old_statistics_were_those_of_one_batch_the_new_ones_are_what_
     model = trained_like(network(), batches)
     pruned = pruned_without(model, batches)
     reference = copy.deepcopy(pruned)
-    reestimate(pruned, model, unmeasured(model, pruned, batches))
+    update(pruned, model, batches)
     for norm in find_norms(reference).values():
         norm.train()
         norm.momentum = 1.0
@@ -255,7 +266,7 @@ def test_sixty_norms_one_behind_the_other_do_not_correct_the_same_thing_sixty_ti
     model = trained_like(
         nn.Sequential(*[Block(16) for _ in range(30)], nn.Linear(16, 4)), [1.2 * x for x in at_hand]
     )
-    effect = prune(model, at_hand, lobs.Sparsity(0.05)).batch_norm
+    effect = prune(model, at_hand, 0.05).batch_norm
     assert effect is not None and effect.changed and len(effect.layers) == 60
     assert effect.after < 0.95 * effect.before
 
@@ -268,7 +279,9 @@ def test_pruning_reestimates_by_default_and_reports_a_smaller_deviation():
     assert effect is not None and effect.changed and effect.layers == ("1", "4", "8")
     assert effect.after < effect.before
     assert result.certificate.measured == pytest.approx(effect.after)
-    assert effect.before == pytest.approx(deviation(model, pruned_without(model, batches), batches))
+    assert effect.before == pytest.approx(
+        compare(model, pruned_without(model, batches), batches).output
+    )
     assert (
         "3 batch norms re-estimated" in result.summary()
         and "re-estimated" in result.settings["batch norm"]
@@ -282,11 +295,9 @@ def test_statistics_that_would_make_it_worse_stay_and_that_is_said():
     model = trained_like(network(), batches)
     pruned = pruned_without(model, batches)
     before = copy.deepcopy(pruned.state_dict())
-    run, said = unmeasured(model, pruned, batches), iter([1.0, 2.0])
-    effect = reestimate(pruned, model, lambda each: run(each) or next(said))
+    effect = update(pruned, model, batches, iter([1.0, 2.0]))
     assert effect is not None and not effect.changed and "does not help" in str(effect)
-    said = iter([1.0, 0.995])
-    hardly = reestimate(pruned, model, lambda each: run(each) or next(said))
+    hardly = update(pruned, model, batches, iter([1.0, 0.995]))
     assert hardly is not None and not hardly.changed and "hardly helps" in str(hardly)
     assert all(torch.equal(before[k], v) for k, v in pruned.state_dict().items())
 

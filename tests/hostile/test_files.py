@@ -34,7 +34,7 @@ def original(path, seed):
             "parameters": {"a.weight": [0, 6]},
         }
     ]
-    lobs.save(path, state, {"a.weight": mask}, {"layers": rows, "network": "os:getcwd"})
+    lobs.save(state, path, {"a.weight": mask}, {"layers": rows, "network": "os:getcwd"})
     return path.read_bytes()
 
 

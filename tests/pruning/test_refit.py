@@ -18,7 +18,7 @@ import lobs
 from lobs._system.distributed import ProcessGroup
 from lobs.layers import find_layers
 from lobs.pruning.refit import gauss_newton, joint, split
-from lobs.pruning.refit.joint import Compensation, compensate, effort
+from lobs.pruning.refit.joint import JointRefit, effort, refit_jointly
 
 
 def network(seed=0):
@@ -52,8 +52,8 @@ def test_the_output_comes_nearer_also_on_inputs_that_were_never_seen():
     assert group.certificate.measured == pytest.approx(
         deviation(model, group.model, data[:8]), rel=1e-4
     )
-    assert group.settings["compensation"].startswith("all layers together")
-    assert "compensation" not in alone.settings
+    assert group.settings["refit"].startswith("all layers jointly")
+    assert "refit" not in alone.settings
 
 
 def test_the_same_weights_are_gone_and_all_of_them_are_zero():
@@ -67,9 +67,9 @@ def test_the_same_weights_are_gone_and_all_of_them_are_zero():
 
 def test_small_networks_have_it_by_default_and_baselines_do_not():
     model, data = network(), batches()
-    assert "all layers together" in cut(model, data).settings["compensation"]
-    assert "compensation" not in cut(model, data, solver="greedy").settings
-    assert "compensation" not in cut(model, data, inputs="dense").settings
+    assert "all layers jointly" in cut(model, data).settings["refit"]
+    assert "refit" not in cut(model, data, solver="greedy").settings
+    assert "refit" not in cut(model, data, inputs="dense").settings
 
 
 def test_layers_that_are_left_alone_stay_as_they_were_to_the_bit():
@@ -92,7 +92,7 @@ def test_rows_of_one_parameter_that_belong_to_other_layers_do_not_move():
     result = lobs.prune(model, data, lobs.Sparsity({queries: 0.5}), refit="network", progress=False)
     before, after = model.self_attn.in_proj_weight, result.model.self_attn.in_proj_weight
     assert torch.equal(before[8:], after[8:]) and not torch.equal(before[:8], after[:8])
-    assert "all layers together" in result.settings["compensation"]
+    assert "all layers jointly" in result.settings["refit"]
 
 
 def test_products_are_those_of_the_jacobian():
@@ -132,7 +132,7 @@ def test_never_further_from_the_dense_network_on_the_batches_kept_back():
         model, data = network(seed), batches(8, 6)  # far too few to learn from
         pruned = cut(model, data, refit="layers")
         moved = copy.deepcopy(pruned.model)
-        effect = compensate(
+        effect = refit_jointly(
             moved, model, data, find_layers(moved), pruned.masks, samples=48, madds=1000.0, work=None
         )  # fmt: skip
         assert (
@@ -147,7 +147,7 @@ def test_a_module_used_twice_gets_its_parameters_back():
     block = nn.Sequential(nn.Linear(12, 12), nn.ReLU())
     model = nn.Sequential(block, block, nn.Linear(12, 3)).eval()
     group = cut(model, batches())
-    assert group.settings["compensation"].startswith("all layers together")
+    assert group.settings["refit"].startswith("all layers jointly")
     assert isinstance(group.model[0][0].weight, nn.Parameter) and group.model[0] is group.model[1]
     assert not bool(group.model[0][0].weight[~group.masks["0.0.weight"]].any())
 
@@ -169,19 +169,19 @@ def test_shared_weights_stay_shared():
     torch.manual_seed(0)
     result = cut(Twice().eval(), batches(), refit="network")
     assert torch.equal(result.model.first.weight, result.model.again.weight)
-    assert "all layers together" in result.settings["compensation"]
+    assert "all layers jointly" in result.settings["refit"]
 
 
 def test_a_run_that_is_taken_up_ends_with_the_same_bits(tmp_path):
     model, data = network(), batches()
-    one = cut(model, data, resume=tmp_path)
-    two = cut(model, data, resume=tmp_path)
+    one = cut(model, data, execution=lobs.Execution(resume=tmp_path))
+    two = cut(model, data, execution=lobs.Execution(resume=tmp_path))
     plain = cut(model, data)
     for a, b, c in zip(
         one.model.parameters(), two.model.parameters(), plain.model.parameters(), strict=True
     ):
         assert torch.equal(a, b) and torch.equal(a, c)
-    assert one.settings["compensation"] == two.settings["compensation"]
+    assert one.settings["refit"] == two.settings["refit"]
 
 
 class _NoForwardDerivative(torch.autograd.Function):
@@ -206,7 +206,7 @@ def test_what_cannot_be_done_is_said_and_the_layers_own_answer_stands():
     alone = lobs.prune(model, data, target, refit="layers", progress=False)
     with pytest.warns(lobs.NumericalWarning, match="weights were left layer by layer"):
         group = lobs.prune(model, data, target, refit="network", progress=False)
-    assert "cannot be differentiated forward and back" in group.settings["compensation"]
+    assert "cannot be differentiated forward and back" in group.settings["refit"]
     assert all(
         torch.equal(a, b)
         for a, b in zip(alone.model.parameters(), group.model.parameters(), strict=True)
@@ -218,15 +218,15 @@ def test_few_batches_are_cut_so_that_an_eighth_is_kept_back():
     eight, one, two = (
         cut(model, d) for d in (data, [torch.cat(data)], [torch.cat(data[:4]), torch.cat(data[4:])])
     )
-    assert "on 50 samples kept back" in one.settings["compensation"]
-    assert "on 50 samples kept back" in two.settings["compensation"]
+    assert "on 50 held-out samples" in one.settings["refit"]
+    assert "on 50 held-out samples" in two.settings["refit"]
     for (
         name,
         weight,
     ) in one.model.state_dict().items():  # the last of eight parts is the last of eight batches
         torch.testing.assert_close(weight, eight.model.state_dict()[name], rtol=1e-3, atol=1e-4)
     labelled = cut(model, [(torch.cat(data), torch.zeros(400))])
-    assert labelled.settings["compensation"] == one.settings["compensation"]
+    assert labelled.settings["refit"] == one.settings["refit"]
 
 
 def test_batches_are_cut_only_where_that_makes_no_difference():
@@ -262,7 +262,7 @@ def test_the_data_are_not_held_for_what_is_too_dear():
     model, data = network(), Counted(batches(7))
     pruned = cut(model, data, refit="layers")
     data.read = 0
-    dear = compensate(
+    dear = refit_jointly(
         copy.deepcopy(pruned.model),
         model,
         data,
@@ -275,18 +275,15 @@ def test_the_data_are_not_held_for_what_is_too_dear():
 
 
 def test_one_sample_is_too_few():
-    assert "two batches" in cut(network(), [batches(1)[0][:1]]).settings["compensation"]
+    assert "two batches" in cut(network(), [batches(1)[0][:1]]).settings["refit"]
 
 
 def test_batches_without_samples_end():
-    assert "compensation" in cut(network(), [torch.empty(0, 12), batches(1)[0]]).settings
+    assert "refit" in cut(network(), [torch.empty(0, 12), batches(1)[0]]).settings
+    assert "nothing" in cut(network(), [batches(1)[0][:15], torch.empty(0, 12)]).settings["refit"]
     assert (
-        "nothing"
-        in cut(network(), [batches(1)[0][:15], torch.empty(0, 12)]).settings["compensation"]
-    )
-    assert (
-        "on 6 samples"
-        in cut(network(), [batches(1)[0], torch.empty(0, 12)]).settings["compensation"]
+        "on 6 held-out samples"
+        in cut(network(), [batches(1)[0], torch.empty(0, 12)]).settings["refit"]
     )
 
 
@@ -313,7 +310,7 @@ def test_what_is_kept_back_does_not_come_again_in_another_order():
     )
     pruned = cut(model, data, refit="layers")
     moved = copy.deepcopy(pruned.model)
-    effect = compensate(
+    effect = refit_jointly(
         moved,
         model,
         Shuffled(data),
@@ -323,19 +320,19 @@ def test_what_is_kept_back_does_not_come_again_in_another_order():
         madds=1e3,
         work=None,
     )
-    assert effect.kept_back == 24 and effect.after <= effect.before
+    assert effect.held_out == 24 and effect.after <= effect.before
 
 
 def test_a_shuffling_loader_of_large_batches_keeps_some_back():
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(torch.cat(batches(160))), batch_size=800, shuffle=True)
-    assert "samples kept back" in cut(network(), loader).settings["compensation"]
+    assert "held-out samples" in cut(network(), loader).settings["refit"]
 
 
 @pytest.mark.parametrize("counts", [(16, 0), (0, 16), (12, 4), (4, 12), (5, 5, 6), (2, 0), (0, 2)])
 def test_processes_keep_back_what_one_alone_would(counts, monkeypatch):
     class Told(ProcessGroup):
-        def hear(self, said):
+        def all_gather(self, said):
             return [*counts] if isinstance(said, int) and not isinstance(said, bool) else [said]
 
     order = [
@@ -345,8 +342,8 @@ def test_processes_keep_back_what_one_alone_would(counts, monkeypatch):
     expected = {place for number, place in enumerate(order) if number % every == every - 1}
     found = set()
     for rank in range(len(counts)):
-        monkeypatch.setattr(split, "crew", lambda rank=rank: Told(rank, len(counts)))
-        monkeypatch.setattr(Told, "agree", lambda self: nullcontext())
+        monkeypatch.setattr(split, "process_group", lambda rank=rank: Told(rank, len(counts)))
+        monkeypatch.setattr(Told, "raise_together", lambda self: nullcontext())
         data = [torch.full((3, 12), float(i)) for i in range(counts[rank])]  # too small to be cut
         found |= {
             (int(batch[0, 0]), rank)
@@ -384,15 +381,18 @@ def test_an_output_that_is_not_finite_is_no_reason_to_move():
     torch.manual_seed(0)
     model = Masked(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 5)).eval()
     result = lobs.prune(model, batches(), lobs.Sparsity(0.5, scope="layer"), progress=False)
-    assert "nothing on the batches kept back" in result.settings["compensation"]
+    assert "the held-out batches hold nothing to compare" in result.settings["refit"]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compensate": "all"}, "use 'layers', 'network'"),
-        ({"compensate": "network", "inputs": "dense"}, "it goes with inputs='asymmetric'"),
-        ({"compensate": "network", "memory": "8GB"}, "leave out memory"),
+        ({"refit": "all"}, "use 'layers', 'network'"),
+        ({"refit": "network", "inputs": "dense"}, "use inputs='asymmetric'"),
+        (
+            {"refit": "network", "execution": lobs.Execution(memory="8GB")},
+            "leave out memory",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, words):
@@ -408,13 +408,13 @@ def test_large_networks_go_without_unless_asked():
 
 
 def test_what_happened_is_said_in_words():
-    assert str(Compensation(reason="weights are float16")) == "layer by layer (weights are float16)"
-    assert "did not help on these batches (output deviation 1 → 1.2 on" in str(
-        Compensation(0, 1.0, 1.0, 5, tried=1.2)
+    assert str(JointRefit(reason="weights are float16")) == "layer by layer (weights are float16)"
+    assert "did not help on held-out samples (output deviation 1 → 1.2 on" in str(
+        JointRefit(0, 1.0, 1.0, 5, tried=1.2)
     )
     assert (
-        str(Compensation(3, 1.0, 0.5, 500))
-        == "all layers together, 3 steps (output deviation 1 → 0.5 on 500 samples kept back)"
+        str(JointRefit(3, 1.0, 0.5, 500))
+        == "all layers jointly, 3 steps (output deviation 1 → 0.5 on 500 held-out samples)"
     )
 
 

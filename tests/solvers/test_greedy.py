@@ -37,13 +37,13 @@ def test_sum_of_losses_is_the_recomputed_error(backend, dtype, tolerance, correl
 
 def test_weights_are_already_optimal_on_their_support():
     weight, psi = torch.randn(6, 30, dtype=torch.float64), make_moment(30)
-    solution = solve(Problem(weight, psi), "exact", 0.7)
+    solution = solve(Problem(weight, psi), "greedy", 0.7)
     torch.testing.assert_close(solution.weight, naive.best_on_support(weight, psi, solution.mask))
 
 
 def test_curve_is_error_plus_damping_times_the_move():
     weight, psi = torch.randn(6, 30, dtype=torch.float64), make_moment(30)
-    solution = solve(Problem(weight, psi, damping=0.1), "exact", 0.7)
+    solution = solve(Problem(weight, psi, damping=0.1), "greedy", 0.7)
     assert solution.damping == 0.1 and solution.curve is not None
     moved = float((solution.weight - weight).square().sum())
     torch.testing.assert_close(
@@ -65,7 +65,7 @@ def test_removed_weights_form_a_prefix_of_every_row():
 
 def test_error_budget_takes_as_many_as_it_can():
     problem = Problem(torch.randn(8, 40, dtype=torch.float64), make_moment(40))
-    solution = solve(problem, "exact", ErrorBudget(0.3, relative=True))
+    solution = solve(problem, "greedy", ErrorBudget(0.3, relative=True))
     assert solution.curve is not None
     one_more = float(solution.curve[solution.removed + 1])
     assert solution.error <= 0.09 * problem.energy < one_more
@@ -75,7 +75,7 @@ def test_dead_inputs_go_first_and_cost_nothing():
     psi = make_moment(10)
     psi[:3] = 0
     psi[:, :3] = 0
-    solution = solve(Problem(torch.randn(4, 10), psi), "exact", 0.3)
+    solution = solve(Problem(torch.randn(4, 10), psi), "greedy", 0.3)
     assert not bool(solution.mask[:, :3].any()) and solution.error == 0 and solution.damping == 0
 
 
@@ -86,15 +86,15 @@ def test_dead_inputs_stay_free_where_others_need_damping():
     psi[2, 2] = psi[1, 2] = psi[2, 1] = psi[1, 1]
     weight = torch.randn(4, 10)
     weight[:, 0] = 1000
-    for name in ("exact", "lobs"):
+    for name in ("greedy", "lobs"):
         solution = solve(Problem(weight, psi), name, 4 / 40)
         assert solution.damping > 0 and not bool(solution.mask[:, 0].any())
-    assert solve(Problem(weight, psi), "exact", ErrorBudget(0.0)).removed >= 4
+    assert solve(Problem(weight, psi), "greedy", ErrorBudget(0.0)).removed >= 4
 
 
 def test_ill_conditioned_float32_is_swept_in_float64():
     # A stale or float32 inverse misses here; the sum of losses must still be the error.
     weight, psi = torch.randn(10, 60), make_moment(60, correlated=30.0, n=61)
-    solution = solve(Problem(weight, psi), "exact", 0.5)
+    solution = solve(Problem(weight, psi), "greedy", 0.5)
     assert solution.curve is not None
     assert abs(float(solution.curve[solution.removed]) / (solution.error + 1e-30) - 1) < 1e-2

@@ -38,8 +38,8 @@ def kept_in_groups(solution, problem, target):
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_pattern_obeys_the_laws_of_solvers(name, kind):
     problem = PROBLEMS[kind]
-    solution = solve(problem, "exact", TARGETS[name])
-    again = solve(problem, "exact", TARGETS[name])
+    solution = solve(problem, "greedy", TARGETS[name])
+    again = solve(problem, "greedy", TARGETS[name])
     assert torch.equal(solution.weight, again.weight) and torch.equal(solution.mask, again.mask)
     assert solution.weight.shape == solution.mask.shape == problem.weight.shape
     assert solution.weight.dtype == problem.weight.dtype
@@ -54,14 +54,14 @@ def test_every_pattern_obeys_the_laws_of_solvers(name, kind):
 def test_every_group_keeps_its_share(kind, n, m):
     problem, target = PROBLEMS[kind], NByM(n, m)
     free = problem.weight.shape[-1] - problem.protected
-    for g, kept in kept_in_groups(solve(problem, "exact", target), problem, target).items():
+    for g, kept in kept_in_groups(solve(problem, "greedy", target), problem, target).items():
         size = min(m, free - g * m)
         assert kept == [-(-n * size // m)]
 
 
 def test_groups_of_channels_lie_at_one_kernel_position():
     problem = Problem(torch.randn(3, 18), make_moment(18), positions=3)
-    mask = solve(problem, "exact", NByM(2, 4, along="channels")).mask.view(3, 6, 3)
+    mask = solve(problem, "greedy", NByM(2, 4, along="channels")).mask.view(3, 6, 3)
     assert bool((mask[:, :4].sum(1) == 2).all()) and bool((mask[:, 4:].sum(1) == 1).all())
 
 
@@ -130,7 +130,7 @@ def test_all_that_can_be_tried_bounds_two_of_four_from_below():
         weight = torch.randn(2, 8, dtype=torch.float64, generator=generator)
         psi = make_moment(8, seed=seed)
         best = naive.exhaustive_groups(weight, psi, 2, 4)
-        found = solve(Problem(weight, psi), "exact", NByM(2, 4)).error
+        found = solve(Problem(weight, psi), "greedy", NByM(2, 4)).error
         assert best * (1 - 1e-9) <= found <= 1.5 * best
 
 
@@ -191,7 +191,7 @@ def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):
     monkeypatch.setattr("lobs.solvers.patterns.nbym.SWAPS_UP_TO", 0.0)
     monkeypatch.setattr("lobs.solvers.least_squares._MANY", 0.0)
     problem = Problem(torch.randn(10, 65), make_moment(65), bias_column=True)
-    solution = solve(problem, "exact", NByM(2, 4))
+    solution = solve(problem, "greedy", NByM(2, 4))
     assert solution.status == "ok (2:4 by admm)"
     assert bool((solution.mask[:, :64].view(10, 16, 4).sum(-1) == 2).all())
     best = naive.best_on_support(problem.weight, problem.moment, solution.mask)
@@ -201,7 +201,7 @@ def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):
 @pytest.mark.parametrize("name", TARGETS)
 def test_weights_are_the_best_on_their_support(name):
     weight, psi = torch.randn(6, 12, dtype=torch.float64), make_moment(12)
-    solution = solve(Problem(weight, psi, positions=2), "exact", TARGETS[name])
+    solution = solve(Problem(weight, psi, positions=2), "greedy", TARGETS[name])
     torch.testing.assert_close(solution.weight, naive.best_on_support(weight, psi, solution.mask))
 
 
@@ -209,8 +209,8 @@ def test_blocks_of_one_weight_are_exact():
     problem = Problem(torch.randn(5, 11, dtype=torch.float64), make_moment(11), bias_column=True)
     for fraction in (0.1, 0.5, 0.9, 1.0):
         assert torch.equal(
-            solve(problem, "exact", Block(fraction, (1, 1))).mask,
-            solve(problem, "exact", fraction).mask,
+            solve(problem, "greedy", Block(fraction, (1, 1))).mask,
+            solve(problem, "greedy", fraction).mask,
         )
 
 
@@ -231,7 +231,7 @@ def test_block_counts_are_exact_with_edges_as_blocks():
         torch.randn(5, 11), make_moment(11), bias_column=True
     )  # 3 × 3 blocks of 2×4, at the edges smaller
     for count in range(10):
-        mask = solve(problem, "exact", Block(count / 9, (2, 4))).mask
+        mask = solve(problem, "greedy", Block(count / 9, (2, 4))).mask
         tiles = [mask[r : r + 2, c : min(10, c + 4)] for r in (0, 2, 4) for c in (0, 4, 8)]
         assert all(bool(t.all()) or not bool(t.any()) for t in tiles)
         assert sum(not bool(t.any()) for t in tiles) == count
@@ -242,7 +242,7 @@ def test_removed_units_fall_back_to_their_mean_output_and_others_stay():
     y = torch.cat([x, torch.ones(200, 1, dtype=torch.float64)], dim=1)
     weight = torch.randn(5, 7, dtype=torch.float64)
     problem = Problem(weight, y.T @ y / 200, bias_column=True)
-    solution = solve(problem, "exact", Structured(0.4))
+    solution = solve(problem, "greedy", Structured(0.4))
     variance = (y @ weight.T).var(dim=0, correction=0)
     gone = variance.argsort()[:2]
     assert bool((solution.weight[gone, :-1] == 0).all())
@@ -254,7 +254,7 @@ def test_removed_units_fall_back_to_their_mean_output_and_others_stay():
 
 def test_channels_go_whole_from_every_row_by_greedy_with_true_losses():
     weight, psi = torch.randn(4, 12, dtype=torch.float64), make_moment(12, correlated=2.0)
-    solution = solve(Problem(weight, psi, positions=3), "exact", Structured(0.5, "inputs"))
+    solution = solve(Problem(weight, psi, positions=3), "greedy", Structured(0.5, "inputs"))
     mask, error = naive.greedy_blocks(weight, psi, (4, 3), 2)
     assert torch.equal(solution.mask, mask) and solution.error == pytest.approx(error, rel=1e-9)
 
@@ -262,7 +262,7 @@ def test_channels_go_whole_from_every_row_by_greedy_with_true_losses():
 def test_channels_of_grouped_layers_are_counted_together():
     psi = torch.stack([make_moment(6), make_moment(6, seed=1)])
     solution = solve(
-        Problem(torch.randn(2, 3, 6), psi, positions=2), "exact", Structured(0.5, "inputs")
+        Problem(torch.randn(2, 3, 6), psi, positions=2), "greedy", Structured(0.5, "inputs")
     )
     per_channel = solution.mask.view(2, 3, 3, 2).any(dim=3).any(dim=1)
     assert int((~per_channel).sum()) == 3 and int((~solution.mask).sum()) == 3 * 2 * 3
@@ -271,7 +271,7 @@ def test_channels_of_grouped_layers_are_counted_together():
 @pytest.mark.parametrize("target", [NByM(2, 4), Block(0.5), Structured(0.5)])
 def test_solvers_that_cannot_do_a_pattern_say_so(target):
     with pytest.raises(
-        LobsError, match=r"not compatible with .* Use solver='auto' or solver='exact'"
+        LobsError, match=r"not compatible with .* Use solver='auto' or solver='greedy'"
     ):
         solve(Problem(torch.randn(3, 8), make_moment(8)), "lobs", target)
 
@@ -282,7 +282,7 @@ def test_refine_keeps_the_pattern_and_lowers_the_error():
         solve(problem, name, NByM(2, 4)) for name in ("magnitude", "magnitude+refine")
     )
     assert torch.equal(plain.mask, refined.mask) and refined.error < plain.error
-    assert solve(problem, "exact", NByM(2, 4)).error <= refined.error
+    assert solve(problem, "greedy", NByM(2, 4)).error <= refined.error
 
 
 def test_inputs_that_are_nearly_dead_get_no_enormous_weights():
@@ -291,9 +291,9 @@ def test_inputs_that_are_nearly_dead_get_no_enormous_weights():
     scale[8:12] = 1e-4  # a whole group: two of its weights must stay
     psi = psi * scale * scale.unsqueeze(1)
     weight = torch.randn(20, 16)
-    solution = solve(Problem(weight, psi), "exact", NByM(2, 4))
+    solution = solve(Problem(weight, psi), "greedy", NByM(2, 4))
     assert float(solution.weight.abs().max()) < 20 and solution.damping > 0
-    bold = solve(Problem(weight, psi, damping=0.0), "exact", NByM(2, 4))
+    bold = solve(Problem(weight, psi, damping=0.0), "greedy", NByM(2, 4))
     assert float(bold.weight.abs().max()) > 1000 and bold.damping == 0
 
 
@@ -305,8 +305,8 @@ def test_the_column_sweep_is_never_better():
         problem = Problem(weight, psi)
         for pattern in ((2, 4), (4, 8)):
             swept = best_column_sweep(weight, psi, pattern=pattern)
-            assert int((swept != 0).sum()) == solve(problem, "exact", NByM(*pattern)).kept
-            assert solve(problem, "exact", NByM(*pattern)).error < 0.9 * problem.error_of(swept)
+            assert int((swept != 0).sum()) == solve(problem, "greedy", NByM(*pattern)).kept
+            assert solve(problem, "greedy", NByM(*pattern)).error < 0.9 * problem.error_of(swept)
         swept = best_column_sweep(weight, psi, 0.7)
         assert int((swept == 0).sum()) == round(0.7 * weight.numel())
-        assert solve(problem, "exact", 0.7).error < problem.error_of(swept)
+        assert solve(problem, "greedy", 0.7).error < problem.error_of(swept)

@@ -1,4 +1,4 @@
-"""A killed run taken up again ends with the same bits, and another run's folder is refused by name."""
+"""A killed run that is resumed ends with the same bits; another run's folder is refused by name."""
 
 from __future__ import annotations
 
@@ -24,22 +24,26 @@ import torch
 from torch import nn
 import lobs, lobs.storage.run_store
 
-lobs.storage.run_store._SECONDS, lobs.storage.run_store._SHARE = 0.0, 1e9  # save after every batch
+lobs.storage.run_store._SHORTEST_SECONDS = 0.0  # save after every batch
+lobs.storage.run_store._LARGEST_SHARE = 1e9
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(
-    nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3),
-    nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 5),
+    nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
+    nn.Conv2d(6, 4, 3), nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 5),
 )
 batches = [torch.randn(30, 16) for _ in range(4)]
 
 def run(out, folder=None):
-    lobs.prune(model, batches, keep=0.3, progress=False, execution=lobs.Execution(resume=folder)).save(out)
+    execution = lobs.Execution(resume=folder)
+    lobs.prune(model, batches, keep=0.3, progress=False, execution=execution).save(out)
 
 def content(path):
     saved = lobs.load(path)
-    rows = [(row["name"], row["kept"], row["error"], row["relative_error"]) for row in saved.record["layers"]]
-    return {n: t.numpy().tobytes() for n, t in saved.state_dict.items()}, rows, saved.record["certificate"]
+    wanted = ("name", "kept", "error", "relative_error")
+    rows = [[row[key] for key in wanted] for row in saved.record["layers"]]
+    weights = {n: t.numpy().tobytes() for n, t in saved.state_dict.items()}
+    return weights, rows, saved.record["certificate"]
 
 def child(*work):
     process = os.fork()
@@ -77,7 +81,7 @@ print(done, resumes)
 
 
 def killed_and_resumed(tmp_path, kills, seed):
-    """How many kills there were, and how many runs they were spread over, all of which ended with the same bits."""
+    """Return the number of kills and of killed runs. All of them ended with the same bits."""
     words = [sys.executable, "-c", PROGRAM, str(tmp_path), str(kills), str(seed)]
     ended = subprocess.run(
         words,
@@ -152,8 +156,8 @@ def test_work_that_was_done_is_not_done_again(tmp_path, monkeypatch, inputs, tar
 
 
 def test_a_pass_over_the_data_goes_on_where_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr("lobs.storage.run_store._SECONDS", 0.0)
-    monkeypatch.setattr("lobs.storage.run_store._SHARE", 1e9)
+    monkeypatch.setattr("lobs.storage.run_store._SHORTEST_SECONDS", 0.0)
+    monkeypatch.setattr("lobs.storage.run_store._LARGEST_SHARE", 1e9)
     calls = []
 
     def interrupted(*_):

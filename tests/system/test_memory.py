@@ -11,6 +11,7 @@ from torch import nn
 import lobs
 from lobs import LobsError, Sparsity
 from lobs._system import memory
+from lobs._system.context import Context
 from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
 from lobs.calibration.moments import Moments, PairedMoments
 from lobs.calibration.on_demand import passes
@@ -41,7 +42,7 @@ def wide(monkeypatch):
 @pytest.fixture
 def short(monkeypatch):
     """There is never room for a copy."""
-    monkeypatch.setattr("lobs._system.memory.fits", lambda _: False)
+    monkeypatch.setattr("lobs._system.context.Context.fits", lambda *_: False)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_what_is_put_aside_comes_back_to_the_bit():
 def test_scratch_without_room_is_the_tensor_itself_and_is_restored(short):
     tensor = torch.randn(5, 5)
     before = tensor.clone()
-    with memory.scratch(tensor) as fresh:
+    with Context().scratch(tensor) as fresh:
         for _ in range(2):
             copied = fresh()
             assert copied.data_ptr() == tensor.data_ptr() and torch.equal(copied, before)
@@ -82,7 +83,7 @@ def test_scratch_without_room_is_the_tensor_itself_and_is_restored(short):
 
 def test_scratch_is_restored_after_an_error(short):
     tensor = torch.ones(3)
-    with pytest.raises(ValueError, match="stop"), memory.scratch(tensor) as fresh:
+    with pytest.raises(ValueError, match="stop"), Context().scratch(tensor) as fresh:
         fresh().zero_()
         raise ValueError("stop")
     assert torch.equal(tensor, torch.ones(3))
@@ -157,7 +158,7 @@ def test_lobs_takes_a_wide_layers_moment_as_it_was_made_ready(wide):
             inputs="dense",
             progress=False,
         )
-        for s in ("exact", "lobs")
+        for s in ("greedy", "lobs")
     ]
     dampings = [[layer.damping for layer in cut.layers] for cut in cuts]
     assert dampings[0] == dampings[1] and min(dampings[0]) > 0
@@ -174,7 +175,7 @@ def test_a_dry_run_knows_that_given_damping_takes_double_precision(monkeypatch):
     assert plain > single_copy
 
 
-@pytest.mark.parametrize("solver", ["auto", "admm", "columns", "exact", "lobs", "magnitude"])
+@pytest.mark.parametrize("solver", ["auto", "admm", "columns", "greedy", "lobs", "magnitude"])
 def test_a_wide_layers_error_is_that_of_running_it(wide, solver):
     model, x = network(), torch.cat(batches())
     cut = lobs.prune(
@@ -190,7 +191,7 @@ def test_a_wide_layers_error_is_that_of_running_it(wide, solver):
 def test_a_wide_layer_without_room_for_copies_gives_the_same_bits(wide, monkeypatch):
     model = network()
     one = lobs.prune(model, batches(), lobs.Sparsity(0.5), solver="admm", progress=False)
-    monkeypatch.setattr("lobs._system.memory.fits", lambda _: False)
+    monkeypatch.setattr("lobs._system.context.Context.fits", lambda *_: False)
     two = lobs.prune(model, batches(), lobs.Sparsity(0.5), solver="admm", progress=False)
     assert all(
         torch.equal(a, b)
@@ -199,11 +200,10 @@ def test_a_wide_layer_without_room_for_copies_gives_the_same_bits(wide, monkeypa
 
 
 def test_auto_falls_back_to_columns_where_nothing_else_fits():
-    problem = lobs.Problem(torch.randn(4, 40), make_moment(40))
-    with memory.limited(2**30, taken=2**29):
-        assert isinstance(lobs.Auto(patience=0.0).start(problem), lobs.ColumnSweep)
-    with memory.limited(2**31, taken=2**29):
-        assert isinstance(lobs.Auto(patience=0.0).start(problem), lobs.ADMM)
+    for total, kind in ((2**30, lobs.ColumnSweep), (2**31, lobs.ADMM)):
+        limit = memory.MemoryLimit.after(total, taken=2**29)
+        problem = lobs.Problem(torch.randn(4, 40), make_moment(40), context=Context(memory=limit))
+        assert isinstance(lobs.Auto(patience=0.0).start(problem), kind)
 
 
 def test_a_wide_layers_aim_is_the_ordinary_one(wide, monkeypatch):
@@ -323,7 +323,7 @@ def test_moments_nobody_wants_are_never_summed(monkeypatch):
 
 def test_a_sweep_of_wide_layers_changes_nothing_where_nothing_goes(wide):
     model, x = network(), torch.cat(batches())
-    for solver in ("exact", "admm"):
+    for solver in ("greedy", "admm"):
         point = sweep(
             model,
             [x],

@@ -1,9 +1,8 @@
-"""How much memory a run may take, and what steps aside when it is short.
+"""Keep a run within a limit on its resident memory.
 
-`limited(bytes)` sets the promise for everything inside; whoever is about to make something large
-asks `room()`, and large tensors go to files of their own (`Shelf`, `scratch`) where there is none.
-Resident memory is what counts, so files are read and written, not mapped: mapped pages would be
-resident too.
+A `MemoryLimit` is part of the current `Context`. Code that is about to allocate a large tensor
+asks how much room is left. Where there is none, tensors go to temporary files (`Shelf`,
+`scratch`). Files are read and written, not mapped: mapped pages would be resident too.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,34 @@ _UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
-_promise: ContextVar[tuple[int, int] | None] = ContextVar("lobs_memory", default=None)
-_PROGRAM = 2**29  # bytes that Python, torch and compiled code take by themselves, roughly
+_PROGRAM = 2**29  # bytes that Python, torch and compiled code take, roughly
+_WIDE = 8192  # columns from which a second copy of a moment is too much for any machine
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on resident memory.
+
+    Args:
+        total: bytes that the process may have resident.
+        per_layer: bytes of these that remain for the work on one layer.
+    """
+
+    total: int
+    per_layer: int
+
+    @classmethod
+    def after(cls, total: int, taken: int = 0) -> MemoryLimit:
+        """Return the limit of a run whose networks and masks hold `taken` bytes in the end."""
+        return cls(total, max(0, total - taken - _PROGRAM))
+
+    def room(self) -> int:
+        """Return how many more bytes may become resident now."""
+        return max(0, self.total - resident())
 
 
 def parse(size: str | float) -> int:
-    """Bytes from a number or from words such as "8GB" or "512 MiB".
+    """Return the bytes of a number or of a text such as "8GB" or "512 MiB".
 
     >>> parse("8GB"), parse("1.5 GiB")
     (8000000000, 1610612736)
@@ -49,14 +69,13 @@ def parse(size: str | float) -> int:
     number = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
     if not 2**20 <= number < 2**60:
         raise LobsError(
-            f"memory is {size!r}: give bytes, or a size such as '8GB' or '512MiB', at least a "
-            "mebibyte."
+            f"memory is {size!r}: give bytes, or a size such as '8GB' or '512MiB', at least 1 MiB."
         )
     return int(number)
 
 
 def spelled(count: float) -> str:
-    """Bytes in words: 8000000000 → "8.00 GB"."""
+    """Return a number of bytes as text: 8000000000 → "8.00 GB"."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -65,98 +84,88 @@ def spelled(count: float) -> str:
 
 
 @contextmanager
-def limited(limit: int | None, taken: int = 0) -> Iterator[None]:
-    """Promise that what runs in this block takes no more resident memory than this; None promises nothing.
+def limited(total: int | None, taken: int = 0) -> Iterator[None]:
+    """Limit the resident memory of this block to `total` bytes; None sets no limit.
 
     `taken` is what networks and masks will hold of it in the end.
     """
-    token = _promise.set(None if limit is None else (limit, max(0, limit - taken - _PROGRAM)))
-    try:
+    from lobs._system import context  # it is built on this module
+
+    bound = None if total is None else MemoryLimit.after(total, taken)
+    with context.use(replace(context.current(), memory=bound)):
         yield
-    finally:
-        _promise.reset(token)
 
 
 def limit() -> int | None:
-    """The promise, if there is one."""
-    promise = _promise.get()
-    return None if promise is None else promise[0]
+    """Return the current limit in bytes; None without one."""
+    from lobs._system import context
+
+    bound = context.current().memory
+    return None if bound is None else bound.total
 
 
-def affords(count: float) -> bool:
-    """Does the promise leave so much for one layer's work? The same answer each time, whatever is free just now."""
-    promise = _promise.get()
-    return promise is None or count <= promise[1]
+def room() -> int | None:
+    """Return how many more bytes may become resident now; None without a limit."""
+    from lobs._system import context
+
+    bound = context.current().memory
+    return None if bound is None else bound.room()
 
 
 def resident() -> int:
-    """Bytes that this process has resident now; 0 where the system does not say."""
+    """Return the bytes this process has resident now; 0 where the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
         return 0
-    import resource  # only where there is /proc
+    import resource  # exists only where /proc does
 
     return pages * resource.getpagesize()
 
 
-def room() -> int | None:
-    """How many more bytes may be taken; None where nothing was promised."""
-    promised = limit()
-    return None if promised is None else max(0, promised - resident())
-
-
-def fits(count: float) -> bool:
-    """May so many bytes be taken beside what there is?"""
-    left = room()
-    return left is None or count <= left
-
-
-# Columns from which one more copy of a moment is too much for anybody.
-_WIDE = 8192
-
-
 def single_copy(groups: int, columns: int) -> bool:
-    """Must the moment of a layer this wide be kept once, in single precision?
+    """Tell whether a layer's moment must be kept once, in single precision.
 
-    From 8,192 columns on; where memory is limited, from where six copies in double precision would
-    take an eighth of it. Decided by the limit, not by what is free at the moment: the same run must
-    give the same bits.
+    That is so from 8,192 columns on. With a memory limit, it is so from where six copies in double
+    precision would take an eighth of the limit. The limit decides, not the memory that is free
+    now: the same run must give the same bits.
     """
-    promised = limit()
+    bound = limit()
     return groups == 1 and (
-        columns >= _WIDE or (promised is not None and 6 * 8 * columns**2 > promised / 8)
+        columns >= _WIDE or (bound is not None and 6 * 8 * columns**2 > bound / 8)
     )
 
 
 class Shelf:
-    """An unnamed temporary file for several tensors, which goes when the last of them goes."""
+    """An unnamed temporary file of tensors. It is deleted with the last of them."""
 
     def __init__(self) -> None:
-        with _one_line():
+        with _file_errors():
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as this lives
         weakref.finalize(self, self._file.close)
 
     def put(self, tensor: Tensor) -> Shelved:
-        """Write a tensor down; it may be given up afterwards."""
+        """Write a tensor to the file and return a handle that loads it."""
         tensor = tensor.detach().cpu().contiguous()
-        with _one_line():
+        with _file_errors():
             start = self._file.seek(0, 2)
             self._file.write(_raw(tensor))
             self._file.flush()
         return Shelved(self, start, tensor.dtype, tuple(tensor.shape))
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill a contiguous tensor from what stands at a place."""
-        with _one_line():
+        """Fill a contiguous tensor from the bytes at `start`."""
+        with _file_errors():
             self._file.seek(start)
             if self._file.readinto(_raw(out)) != out.numel() * out.element_size():
-                raise FileError("a temporary file has been cut short. Run again.")
+                raise FileError(
+                    "a temporary file is shorter than what was written to it. Run again."
+                )
 
 
 @dataclass(frozen=True)
 class Shelved:
-    """A tensor on a shelf."""
+    """A tensor in a `Shelf`."""
 
     shelf: Shelf
     start: int
@@ -164,21 +173,20 @@ class Shelved:
     shape: tuple[int, ...]
 
     def load(self, into: Tensor | None = None) -> Tensor:
-        """Read it, into new memory or into a contiguous tensor of its size."""
+        """Return the tensor, read into new memory or into a contiguous tensor of its size."""
         out = torch.empty(self.shape, dtype=self.dtype) if into is None else into
         self.shelf.read(self.start, out)
         return out
 
 
 @contextmanager
-def scratch(tensor: Tensor) -> Iterator[Callable[[], Tensor]]:
-    """Yield a function that gives a copy to overwrite, as often as it is asked.
+def scratch(tensor: Tensor, *, copies: bool) -> Iterator[Callable[[], Tensor]]:
+    """Yield a function that returns a copy of `tensor` to overwrite, any number of times.
 
-    Where there is no room for a copy it is the tensor itself, read anew each time from a file, and
-    once more in the end; until then nobody else may look at it.
+    Without room for `copies`, it returns the tensor itself, read anew from a temporary file. The
+    tensor is restored at the end. Until then no other code may read it.
     """
-    size = tensor.numel() * tensor.element_size()
-    if fits(size) or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if copies or tensor.device.type != "cpu" or not tensor.is_contiguous():
         yield tensor.clone
         return
     shelved = Shelf().put(tensor)
@@ -189,12 +197,12 @@ def scratch(tensor: Tensor) -> Iterator[Callable[[], Tensor]]:
 
 
 def _raw(tensor: Tensor) -> Any:
-    """A contiguous tensor's bytes, shared with it."""
+    """Return a view of a contiguous tensor's bytes."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
+def _file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -203,5 +211,5 @@ def _one_line() -> Iterator[None]:
             if error.errno == errno.EMFILE
             else "Set TMPDIR to a folder with more room, or allow more memory"
         )
-        where = f"cannot put aside what does not fit into memory, in '{tempfile.gettempdir()}'"
+        where = f"cannot write what exceeds memory to a temporary file in '{tempfile.gettempdir()}'"
         raise FileError(f"{where}: {error.strerror or error}. {remedy}.") from error

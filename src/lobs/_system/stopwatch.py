@@ -1,4 +1,4 @@
-"""Stopwatches for machines that others use too: contenders run in turn, and every number comes with its interval."""
+"""Time code on shared machines: contenders take turns, and every number has an interval."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUND = 2e-4  # seconds that one sample should last, well above the clock's step
+_ROUND = 2e-4  # seconds per sample, well above the resolution of the clock
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,15 @@ Samples = dict[str, NDArray[np.float64]]
 def take_turns(
     contenders: Mapping[str, Callable[[], Any]], seconds: float = 0.5, rounds: int = 21
 ) -> Samples:
-    """Seconds a call of each contender, one sample of each per round, so that a neighbour's work falls on all alike.
+    """Return samples of the seconds per call of each contender.
 
-    The order changes from round to round. `seconds` is the time to spend on all, about; there are
-    at least five rounds.
+    Every round takes one sample of each, so other load on the machine hits all alike. The order
+    changes from round to round.
+
+    Args:
+        contenders: functions to time, by name.
+        seconds: time to spend in all, about; at least five rounds are run.
+        rounds: largest number of rounds.
     """
     repeats = {name: _repeats(call) for name, call in contenders.items()}
     names = list(contenders)
@@ -51,19 +56,19 @@ def take_turns(
 
 
 def median(samples: NDArray[np.float64]) -> Interval:
-    """The median of samples and how well it is known."""
+    """Return the median of samples with its bootstrap interval."""
     resampled = np.median(np.random.default_rng(0).choice(samples, (500, len(samples))), axis=1)
     low, high = np.quantile(resampled, (0.025, 0.975))
     return Interval(float(np.median(samples)), float(low), float(high))
 
 
 def speedup(slow: NDArray[np.float64], fast: NDArray[np.float64]) -> Interval:
-    """How many times faster, from the ratios within each round."""
+    """Return how many times faster `fast` is, from the ratios within each round."""
     return median(slow / fast)
 
 
 def _repeats(call: Callable[[], Any]) -> int:
-    call()  # compiled, allocated, cached
+    call()  # warm up: compile, allocate, fill caches
     once = min(_sample(call, 1) for _ in range(3))
     return max(1, round(_ROUND / max(once, 1e-7)))
 

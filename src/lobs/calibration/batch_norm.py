@@ -1,14 +1,12 @@
-"""Batch-norm re-estimation: a pruned network feeds its normalisations other numbers than the dense one did.
+"""Re-estimate batch-norm statistics: pruning changes the inputs of the normalisations.
 
-Both networks run on the same data, and running statistics move by what pruning moved: means by the
-difference of the two networks' means, variances by the ratio of their variances. A network that
-lost nothing keeps its statistics to the bit, and what a few hundred images have of their own,
-against all those that the network was trained on, cancels out.
+Both networks run on the same data. Running means move by the difference of the two networks' means,
+running variances by the ratio of their variances. A network that lost nothing keeps its statistics
+to the bit. The peculiarities of a few hundred images cancel out.
 
-Every normalisation works with what it has seen so far, so that those behind it see what they will
-see in the end. Setting all of them at once from a pass with the old statistics would not do: if the
-first is 5 % off, it is corrected, and each one behind it once more for its own measure of the same
-5 %; after fifty layers nothing is left of the network.
+Every norm uses the statistics seen so far, so later norms see their final inputs. Setting all norms
+at once from one pass with the old statistics fails. If the first norm is 5 % off, it is corrected,
+and every later norm is corrected again for the same 5 %. After fifty layers the network is ruined.
 """
 
 from __future__ import annotations
@@ -26,21 +24,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lobs._system.distributed import process_group
 from lobs.calibration.comparison import Comparison, side_by_side
 from lobs.calibration.forward import call
+from lobs.layers.hooks import before_forward
 from lobs.solvers import linalg
 
-# Statistics that bring the output nearer by less stay: others than the dense network's cost the
-# certificate its bound.
+# Smallest relative gain for which new statistics are kept: they cost the certificate its bound.
 _WORTH = 0.01
-_PIECE = 2**18  # values that are summed at a time, which stay in the cache
-# a variance that changed by more is that of a channel with next to nothing in it, on these data
-_MOST = 4.0
+_PIECE = 2**18  # values summed at a time; they fit into the cache
+_MOST = 4.0  # largest ratio of variances; a larger one comes from a nearly empty channel
 
 
 @dataclass(frozen=True)
 class BatchNormEffect:
-    """What re-estimation did: how far the output was from the dense one before and after, root mean square over the data.
+    """The effect of re-estimation on the root mean square distance from the dense output.
 
-    `changed` is False where it did not help: the old statistics then stand.
+    `changed` is False where it did not help. The old statistics are then kept.
     """
 
     layers: tuple[str, ...]
@@ -66,7 +63,7 @@ class BatchNormEffect:
 
 
 def find_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Batch norms that keep running statistics; the others use each batch's own and need nothing."""
+    """Return the batch norms that keep running statistics, by name."""
     norms = {
         name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)
     }
@@ -171,12 +168,11 @@ def _same(norm: _BatchNorm, other: _BatchNorm) -> bool:
 
 
 def _move(norm: _BatchNorm, old: _BatchNorm, dense: _Sums, pruned: _Sums) -> None:
-    """Set a norm's statistics to the old one's, moved by what differs between the two networks."""
+    """Set a norm's statistics to the old ones, moved by the difference between the networks."""
     if min(dense.n, pruned.n) < 2:  # no variance in one value
         return
     mean, var = _mean(old), _var(old)
-    # What the norm divides by is variance + ε; that is what changes by a ratio, also where there is
-    # next to no variance.
+    # The norm divides by variance + ε, so the ratio is taken of that.
     tiny = torch.finfo(torch.float64).tiny
     ratio = (pruned.variance + norm.eps).clamp_min(tiny) / (dense.variance + norm.eps).clamp_min(
         tiny
@@ -187,7 +183,7 @@ def _move(norm: _BatchNorm, old: _BatchNorm, dense: _Sums, pruned: _Sums) -> Non
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
-    """All running statistics, by name."""
+    """Return all running statistics by name."""
     return {
         f"{n}:{part}": t
         for n, m in find_norms(model).items()
@@ -198,7 +194,7 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
 def take_up(
     model: nn.Module, statistics: Mapping[str, Tensor], effect: Mapping[str, Any] | None
 ) -> BatchNormEffect | None:
-    """Put back statistics that `statistics_of` gave, with what re-estimation had said."""
+    """Restore statistics and the effect that were stored with them."""
     for name, norm in find_norms(model).items():
         _mean(norm).copy_(statistics[f"{name}:mean"])
         _var(norm).copy_(statistics[f"{name}:var"])
@@ -208,7 +204,7 @@ def take_up(
 
 
 def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
-    """Give a network another's running statistics: those it had before they were re-estimated."""
+    """Copy another network's running statistics into a network."""
     theirs = find_norms(source)
     for name, norm in find_norms(model).items():
         _mean(norm).copy_(_mean(theirs[name]))
@@ -216,10 +212,9 @@ def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
 
 
 class _Sums:
-    """n, Σx and Σx² by channel, in float64 about a first guess of the mean, so that large means cost no digits.
+    """n, Σx and Σx² by channel, in float64 about a guess of the mean, so large means cost no digits.
 
-    Pieces of the data are summed in their own type, each about its own mean, wherever that is from
-    the guess.
+    Pieces of the data are summed in their own type, each about its own mean.
     """
 
     def __init__(self, guess: Tensor) -> None:
@@ -247,7 +242,7 @@ class _Sums:
             self.second += linalg.squares(about) + shift * (2 * rest + n * shift)
 
     def join(self) -> None:
-        """Add up what all processes of the group have seen; their guesses are the same, the network being so."""
+        """Add up the sums of all processes. Their guesses agree because their networks do."""
         process_group().all_reduce(self.first, self.second)
         self.n = round(process_group().sum_numbers(self.n)[0])
 
@@ -264,15 +259,12 @@ class _Sums:
 def watching_norms(
     norms: dict[str, _BatchNorm], see: Callable[[str, Tensor], None]
 ) -> Iterator[None]:
-    """Show what reaches each batch norm before it works on it."""
+    """Pass each batch norm's input to `see` before the norm runs."""
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         return lambda _, args, named: see(name, args[0] if args else named["input"])
 
-    handles = [
-        norm.register_forward_pre_hook(watch(name), with_kwargs=True)
-        for name, norm in norms.items()
-    ]
+    handles = [before_forward(norm, watch(name), with_kwargs=True) for name, norm in norms.items()]
     try:
         yield
     finally:

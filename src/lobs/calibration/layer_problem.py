@@ -1,4 +1,4 @@
-"""The bridge between a network's layers and the math: a layer, its weights and its moments become a problem."""
+"""Build the layer problem: a layer, its dense weights and its moments become a `Problem`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
-from lobs.solvers import metric
-
-from lobs.solvers import scores
-from lobs.layers import Layer
-from lobs.solvers.problem import Problem
-from lobs.pruning.result import Histogram
+from lobs._system import context
 from lobs.calibration.moments import Moments
-from lobs.calibration.wide import aimed, wide_problem
+from lobs.calibration.wide import asymmetric_wide_problem, wide_problem
+from lobs.layers import Layer
+from lobs.solvers import linalg, metric, scores
+from lobs.solvers.problem import Problem
 
-# How far at least, in mean input energy, the asymmetric target is held to the dense weights.
+# Least λ of the asymmetric target, relative to the mean input energy. It holds the target to the
+# dense weights.
 _TETHER = 1e-3
 
 
@@ -35,7 +32,18 @@ def layer_problem(
     curvature: Tensor | None = None,
     overwrite: bool = False,
 ) -> Problem:
-    """The matrix problem of one layer: reproduce `dense` on the inputs that `moments` saw; they may be used up if `mine`."""
+    """Build one layer's problem: reproduce `dense` on the inputs that `moments` saw.
+
+    Args:
+        layer: the layer to prune.
+        dense: its dense weights as a matrix.
+        moments: the moments of its inputs.
+        prune_bias: biases may be removed too.
+        damping: λ added to Ψ's diagonal; None to have it chosen.
+        row_weight: importance of each row's error.
+        curvature: diagonal of the loss's curvature.
+        overwrite: the moment's memory may be reused for the problem.
+    """
     settings: dict[str, Any] = {
         "bias_column": layer.bias is not None and not prune_bias,
         "mean": moments.mean.to(dense.device),
@@ -43,6 +51,7 @@ def layer_problem(
         "curvature": curvature,
         "positions": 1 if prune_bias else math.prod(layer.weight.shape[2:]),
         "name": f"layer '{layer.name}'",
+        "context": context.current(),
     }
     if moments.single_copy and damping is None:
         return wide_problem(dense, moments, overwrite=overwrite, **settings)
@@ -51,32 +60,31 @@ def layer_problem(
     )
 
 
-def asymmetric_problem(problem: Problem, missed: Tensor) -> Problem:
-    """The same layer with a wider aim: give on these inputs what the dense layer gives on the dense network's.
+def asymmetric_problem(problem: Problem, residual: Tensor) -> Problem:
+    """Return the problem of giving on these inputs what the dense network's layer gives.
 
-    min ‖V X̂ − W X‖² + λ‖V − W‖² has its free optimum at W + W D (Ĥ + λI)⁻¹, D = E[(x − x̂) x̂ᵀ];
-    what is left to do is the old problem with that in place of W. `missed` is W D.
+    min ‖V X̂ − W X‖² + λ‖V − W‖² has its free optimum at W + W D (Ĥ + λI)⁻¹ with
+    D = E[(x − x̂) x̂ᵀ]. The new problem has that optimum in place of W. `residual` is W D.
     """
     if problem.units is not None:
-        return aimed(problem, missed.to(problem.weight.device))
+        return asymmetric_wide_problem(problem, residual.to(problem.weight.device))
     parts = []
-    for (weight, moment), away in zip(
-        problem.groups, missed.to(problem.weight.device), strict=True
-    ):
+    pairs = zip(problem.groups, residual.to(problem.weight.device), strict=True)
+    for (weight, moment), part in pairs:
         few = metric.few_samples(len(moment), problem.samples) * float(
             metric.own_energy(moment, problem.protected)
         )
         lam = max(_TETHER * float(moment.diagonal().mean()), few)
-        if lam == 0:  # nothing reaches the layer, so nothing can be mended there
+        if lam == 0:  # all inputs are zero
             parts.append(weight)
             continue
-        shift = linalg.ridge_solve(moment, away, lam)
+        shift = linalg.ridge_solve(moment, part, lam)
         parts.append((weight.to(torch.float64) + shift).to(weight.dtype))
     return replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
 
 
 def sensitivities(problem: Problem) -> tuple[Tensor, float]:
-    """The error of deleting each prunable weight alone, flat, and the damping this took."""
+    """Return the error of deleting each prunable weight alone, flat, and the damping used."""
     values = [
         scores.obs(weight, metric)[:, : weight.shape[-1] - problem.protected].flatten()
         for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True)
@@ -85,7 +93,7 @@ def sensitivities(problem: Problem) -> tuple[Tensor, float]:
 
 
 def histogram(problem: Problem, bins: int = 60) -> Histogram:
-    """Sensitivities of all prunable weights on a log₁₀ scale."""
+    """Return the sensitivities of all prunable weights on a log₁₀ scale."""
     values, _ = sensitivities(problem)
     logs = values[values > 0].log10()
     if not len(logs):

@@ -1,4 +1,4 @@
-"""Check a saved result against itself and, where the dense network and data are at hand, against its promises."""
+"""Check a saved result against its own record and, with the dense network and data, its errors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
+from lobs.layers.hooks import before_forward
 from lobs.solvers.masks import broken_groups
 from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
 
-_TOLERANCE = (
-    1e-3  # relative: moments are sums of float32 products, whose order a machine may choose
-)
+_TOLERANCE = 1e-3  # relative; moments are float32 sums, whose order depends on the machine
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what, whether it holds, and the numbers."""
+    """One check: its name, whether it holds, and the numbers."""
 
     check: str
     holds: bool
@@ -42,7 +41,12 @@ class Finding:
 def verify_masks(
     saved: Checkpoint, later: nn.Module | Mapping[str, Tensor] | None = None
 ) -> list[Finding]:
-    """Masks hold (in the file, or in a network or state dict trained further since), and counts are those recorded."""
+    """Check that removed weights are zero and that counts are those recorded.
+
+    Args:
+        saved: the checkpoint.
+        later: a network or state dict that was trained since; the checkpoint itself by default.
+    """
     state = (
         saved.state_dict
         if later is None
@@ -69,7 +73,7 @@ def verify_masks(
 
 
 def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Whether layers pruned n:m follow the pattern: no group has more than its n non-zeros."""
+    """Check that no group of an n:m layer has more than n non-zeros."""
     whole = _recorded_pattern(saved)
     if whole is None:
         return
@@ -86,8 +90,7 @@ def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Findin
         own = _parameters(row, saved.masks)
         for name in (n for n in fitting if n in own):
             weight = state[name].cpu()[slice(*own[name])]
-            # A file does not say which dimension is the input's; transposed convolutions and GPT-2
-            # have it first.
+            # Transposed convolutions and GPT-2 have the input dimension first; a file does not say.
             broken = min(
                 broken_groups(weight, target), broken_groups(weight.transpose(0, 1), target)
             )
@@ -100,24 +103,24 @@ def _patterns(saved: Checkpoint, state: Mapping[str, Tensor]) -> Iterator[Findin
 
 
 def _recorded_pattern(saved: Checkpoint) -> NByM | None:
-    """The n:m pattern that the record asks for, refused where it is nonsense: a file may say anything."""
+    """Return the n:m pattern of the record; refuse a damaged one."""
     settings = saved.record.get("settings")
     target = settings.get("target") if isinstance(settings, dict) else None
-    told = (
+    found = (
         re.fullmatch(r"NByM\(n=(.+), m=(\d+), along='(\w+)'\)", target)
         if isinstance(target, str)
         else None
     )
-    if told is None:
+    if found is None:
         return None
     try:
-        return NByM(ast.literal_eval(told[1]), int(told[2]), told[3])  # type: ignore[arg-type]  # checked there
+        return NByM(ast.literal_eval(found[1]), int(found[2]), found[3])  # type: ignore[arg-type]  # checked there
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, TargetError) as error:
         raise FileError("the file's record of its pattern is damaged.") from error
 
 
 def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:
-    """Whether one tensor's zeros hold; where not, how many came back, how large, and where the first one is."""
+    """Check that one tensor's removed weights are zero."""
     check = f"mask {name}"
     if name not in state:
         return Finding(
@@ -138,8 +141,8 @@ def _zeros(name: str, mask: Tensor, state: Mapping[str, Tensor]) -> Finding:
         check,
         False,
         f"{revived:,} removed weights are not zero ({revived / zeros:.1%} of {zeros:,}); the "
-        f"largest is {largest:.3g}, the "
-        f"first at {first}. lobs.apply_masks zeroes them, lobs.hold keeps them zero in training",
+        f"largest is {largest:.3g}, the first at {first}. lobs.training.apply_masks zeroes them, "
+        "lobs.hold keeps them zero in training",
     )
 
 
@@ -150,9 +153,15 @@ def verify_errors(
 
     With asymmetric inputs an error is the distance between a layer's outputs in the two networks.
     Otherwise errors were measured on the inputs that the dense or the pruned network gives its
-    layers; the latter are those of the finished network too, because a layer's inputs depend only
-    on layers before it. Not so where a weight is used more than once, and then layers are pruned
-    again one by one, as they were the first time, with the weights of the record.
+    layers. The finished network gives the same inputs, because they depend only on earlier layers.
+    Where a weight is used more than once, layers are pruned again one by one with the recorded
+    weights.
+
+    Args:
+        saved: the checkpoint.
+        dense: the dense network.
+        pruned: the pruned network.
+        batches: the calibration data of the run.
     """
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
@@ -170,9 +179,7 @@ def verify_errors(
     watched = dense
     if on_pruned:
         watched = copy.deepcopy(pruned)
-        borrow_statistics(
-            watched, dense
-        )  # errors were measured before batch norms were re-estimated
+        borrow_statistics(watched, dense)  # errors come from before batch norms were re-estimated
     layers = find_layers(watched, recorded)
     with _counting(watched, layers) as calls:
         calibration: Mapping[str, Moments] = collect_moments(watched, batches, layers)
@@ -198,13 +205,13 @@ def _compare(
 
 @contextmanager
 def _counting(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Counter[str]]:
-    """Count how often each layer runs, and under the empty name the network itself."""
+    """Count how often each layer runs; the network itself has the empty name."""
     calls: Counter[str] = Counter()
 
     def count(name: str, *_: Any) -> None:
         calls[name] += 1
 
-    handles: list[Any] = [model.register_forward_pre_hook(partial(count, ""))]
+    handles: list[Any] = [before_forward(model, partial(count, ""))]
     try:
         for layer in layers:
             handles.append(layer.on_input(partial(count, layer.name)))
@@ -217,7 +224,7 @@ def _counting(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Counter[str
 def _again(
     dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], order: Sequence[str]
 ) -> dict[str, Moments]:
-    """What each layer saw when it was pruned: the layers before it as they are now, it and those after it dense."""
+    """Return each layer's inputs when it was pruned: earlier layers pruned, later ones dense."""
     work = copy.deepcopy(dense)
     after = {layer.name: layer for layer in find_layers(pruned, order)}
     layers = {layer.name: layer for layer in find_layers(work, order)}

@@ -19,8 +19,8 @@ def data(
 
     Example: `lobs data cifar10 ~/data`, then `lobs --data ~/data train cifarnet`
     """
-    from lobs.zoo.datasets import cifar10
     from lobs.errors import DataError
+    from lobs.zoo.datasets import cifar10
 
     if name != "cifar10":
         raise DataError(

@@ -13,8 +13,8 @@ from lobs.cli.common import JsonOption, command_line, notes, optional, print_jso
 from lobs.storage.atomic import make_folder
 
 if TYPE_CHECKING:
-    from lobs.report import Run
     from lobs.pruning.result import PruningResult
+    from lobs.report import Run
 
 # 7.0 % of all weights; the small last layers keep more, as in the paper.
 KEPT = {"fc1": 0.051, "fc2": 0.20, "fc3": 0.65}

@@ -68,9 +68,9 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
     from dataclasses import asdict
     from typing import cast
 
+    from lobs.deploy.export import dense_sizes
     from lobs.storage.checkpoint import save_compact
     from lobs.storage.compact import Values
-    from lobs.deploy.export import dense_sizes
 
     saved = _checkpoint(network, trust)
     record = {
@@ -121,8 +121,8 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
 
 def _checkpoint(network: str, trust: bool) -> Checkpoint:
     """A file's content as it is, so that files whose network is unknown can be made smaller too."""
-    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject
+    from lobs.storage import checkpoint
 
     if Path(network).is_file():
         return checkpoint.load(network)

@@ -190,11 +190,11 @@ def prune(
     distinct(report, "--report", out, file_of(network))
     distinct(log_json, "--log-json", out, report, file_of(network))
 
-    from lobs.pruning.options import PASSES, check, shared
-    from lobs.cli.subject import open_subject
     from lobs._system.distributed import launched_group, shard
+    from lobs.cli.subject import open_subject
     from lobs.pruning.api import forecast
     from lobs.pruning.api import prune as run
+    from lobs.pruning.options import PASSES, check, shared
 
     chosen = _solver(solver, seconds)
     if passes is not None and (drop is not None or not shared(target)):
@@ -317,7 +317,7 @@ def _solver(name: str, seconds: float | None) -> str | Solver:
             f"--seconds goes with --solver auto, whose exchange of weights it limits; {name} has "
             "none to limit."
         )
-    return Auto(seconds=seconds)
+    return Auto(swap_seconds=seconds)
 
 
 def _write(

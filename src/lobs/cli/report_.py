@@ -106,9 +106,9 @@ def _pictured(run: Run, path: Path, trust: bool) -> Run:
 
 
 def _origin(path: Path, trust: bool) -> str:
-    from lobs.storage.checkpoint import load
     from lobs.cli.subject import require_trust
     from lobs.errors import FileError
+    from lobs.storage.checkpoint import load
 
     origin = load(path).record.get("origin")
     if not isinstance(origin, str):

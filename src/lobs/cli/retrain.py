@@ -72,8 +72,8 @@ def retrain(
     again.safetensors`
     """
     distinct(writable(out), "--out", file)
-    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject, require_file
+    from lobs.storage import checkpoint
     from lobs.training.retrain import retrain as run
 
     require_file(file)
@@ -150,8 +150,8 @@ def prune_in_stages(
     """
     distinct(writable(out), "--out", file_of(network))
     plan = parse_stages(stages, scope)
-    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject
+    from lobs.storage import checkpoint
     from lobs.training.staged import prune_in_stages as run
 
     if file_of(network) is not None:
@@ -191,8 +191,8 @@ def prune_in_stages(
 
 def parse_stages(text: str, scope: str | None = None) -> list[Stage]:
     """Read 'KEEP:ITERATIONS' for every stage, separated by semicolons."""
-    from lobs.training.staged import Stage
     from lobs.targets import Sparsity
+    from lobs.training.staged import Stage
 
     plan = []
     for part in (p for p in text.split(";") if p.strip()):
@@ -230,9 +230,9 @@ def _settings(
     import torch
 
     from lobs import zoo
+    from lobs.training.retrain import Shuffled, sgd
     from lobs.zoo.datasets import sets
     from lobs.zoo.datasets.labelled import LabelledImages
-    from lobs.training.retrain import Shuffled, sgd
 
     _require_recipe(subject.network, subject.title)
     recipe = zoo.entry(subject.network).recipe

@@ -36,10 +36,10 @@ def shrink(
     """
     distinct(writable(out), "--out", file_of(network))
 
-    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject
-    from lobs.errors import LobsError
     from lobs.deploy.shrink import shrink as run
+    from lobs.errors import LobsError
+    from lobs.storage import checkpoint
 
     subject = open_subject(network, trust=trust)
     batch = subject.first()

@@ -12,12 +12,11 @@ from typing import Any
 from torch import nn
 
 from lobs import zoo
-
-from lobs.storage import checkpoint
-from lobs.errors import FileError, LobsError
-from lobs.storage.run_store import weights_hash
 from lobs.calibration.forward import batch_size
 from lobs.deploy.shrink import fit_to
+from lobs.errors import FileError, LobsError
+from lobs.storage import checkpoint
+from lobs.storage.run_store import weights_hash
 from lobs.zoo.training import error_rate
 
 

@@ -34,10 +34,10 @@ def train(
     Example: `lobs train lenet300 --seed 1 --out mine.safetensors`
     """
     from lobs import zoo
+    from lobs.errors import LobsError
     from lobs.storage import checkpoint
     from lobs.zoo.datasets import sets
     from lobs.zoo.datasets.labelled import LabelledImages
-    from lobs.errors import LobsError
     from lobs.zoo.training import error_rate
     from lobs.zoo.training import train as run
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, TrustOption, print_json, say
 from lobs._system.progress import shown
+from lobs.cli.common import JsonOption, TrustOption, print_json, say
 
 if TYPE_CHECKING:
-    from lobs.storage.checkpoint import Checkpoint
     from lobs.certificate.verify import Finding
+    from lobs.storage.checkpoint import Checkpoint
 
 
 def verify(
@@ -37,11 +37,11 @@ def verify(
     Examples: `lobs verify lobs-demo/lenet300-7pct.safetensors`; `lobs verify pruned.safetensors
     --weights tuned.safetensors`
     """
-    from lobs.storage import checkpoint
+    from lobs.certificate.verify import verify_masks
     from lobs.cli.subject import require_file
     from lobs.errors import FileError
     from lobs.pruning.result import changed_since
-    from lobs.certificate.verify import verify_masks
+    from lobs.storage import checkpoint
 
     require_file(file)
     saved = checkpoint.load(file)
@@ -96,9 +96,9 @@ def verify(
 
 
 def _recompute(file: Path, saved: Checkpoint, trust: bool) -> list[Finding]:
+    from lobs.certificate.verify import Finding, verify_errors
     from lobs.cli.subject import open_subject, require_trust
     from lobs.storage.run_store import weights_hash
-    from lobs.certificate.verify import Finding, verify_errors
 
     origin = saved.record["origin"]
     if ":" in origin:  # not the path of a checkpoint, which is asked the same when it is opened

@@ -16,9 +16,9 @@ from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches, guarded
-from lobs.errors import LobsError, caution, saying_once
+from lobs.errors import LobsError, caution, warning_once
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
-from lobs.pruning.forecast import Forecast, taken_in_the_end
+from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
 from lobs.pruning.options import Options, PruneOptions, checked
 from lobs.pruning.result import PruningResult
@@ -127,7 +127,7 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     limit = asked.execution.memory_bytes
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
-        saying_once(),
+        warning_once(),
         limited(limit, taken),
         shown(progress and group.leads),
         use_group(group),
@@ -162,14 +162,17 @@ def _forecasted(model: nn.Module, data: Batches, asked: Options) -> Forecast:
         data,
         list(asked.layers),
         asked.solver,
-        inputs=asked.inputs,
-        shared=asked.shared,
-        rounds=rounds,
-        looks=looks,
-        target=asked.target,
-        damped=asked.numerics.damping is not None,
-        batch_norm=asked.numerics.batch_norm,
-        compensation=(asked.refit, asked.refit_work),
+        Workload(
+            target=asked.target,
+            inputs=asked.inputs,
+            shared=asked.shared,
+            rounds=rounds,
+            looks=looks,
+            damped=asked.numerics.damping is not None,
+            batch_norm=asked.numerics.batch_norm,
+            refit=asked.refit,
+            refit_work=asked.refit_work,
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
-from lobs.calibration.batches import told
+from lobs.calibration.batches import user_code
 from lobs.calibration.forward import evaluating
 from lobs.errors import LobsError, caution
 from lobs.pruning.run import Run, start_run
@@ -36,10 +36,11 @@ class Trial:
 
 
 def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, list[Trial]]:
-    """Find the fewest weights whose score stays within the budget's drop, by bisection of log(kept).
+    """Find the fewest weights whose score stays within the budget's drop.
 
-    Every trial prunes anew with one allocation round. The result is the smallest network that was
-    tried and passed. If none did, only the weights that `keep_at_most` forces out are removed.
+    The search bisects log(kept). Every trial prunes anew with one allocation round. The result is
+    the smallest network that was tried and passed. If none did, only the weights that
+    `keep_at_most` forces out are removed.
 
     Args:
         session: what all runs share; its target is a `Budget` with `drop` and `evaluate`.
@@ -104,7 +105,7 @@ def _score(evaluate: Evaluate, model: nn.Module, run_store: RunStore, key: str) 
     with process_group().raise_together():
         if process_group().leads:
             with (
-                told("evaluate"),
+                user_code("evaluate"),
                 evaluating(model),
             ):  # a function that forgets eval mode would train batch norms
                 value = evaluate(model)

@@ -10,17 +10,7 @@ from lobs.errors import TargetError
 from lobs.layers import Layer
 from lobs.pruning.forecast import network_bytes
 from lobs.solvers.problem import check_finite
-from lobs.targets import (
-    Block,
-    Budget,
-    NByM,
-    Sparsity,
-    Structured,
-    Target,
-    check_names,
-    for_layer,
-    removable,
-)
+from lobs.targets import Budget, Pattern, Sparsity, Target, check_names, for_layer, removable
 
 
 def prunable(layers: Sequence[Layer], prune_bias: bool) -> dict[str, int]:
@@ -54,9 +44,11 @@ def check(
         check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
     _check_empty(target, layers)
     match target:
-        case Block():
+        case Pattern():
             for layer in layers:
-                _check_block(target, layer)
+                asked = target.for_layer(layer.name)
+                if asked is not None:
+                    asked.check_layer(layer.name, layer.groups, layer.rows, layer.columns)
         case Sparsity(scope="network") | Budget():
             _check_shared(target, model, layers, prune_bias)
 
@@ -64,10 +56,7 @@ def check(
 def _check_empty(target: Target, layers: Sequence[Layer]) -> None:
     """Refuse a target that leaves no weight in any layer."""
     match target:
-        case (
-            Sparsity(fraction=float() | int() as gone)
-            | Structured(fraction=float() | int() as gone)
-        ):
+        case Sparsity(fraction=float() | int() as gone):
             empty = gone == 1
         case Budget(parameters=kept):
             empty = kept == 0
@@ -80,25 +69,11 @@ def _check_empty(target: Target, layers: Sequence[Layer]) -> None:
 
 def _removes_everything(target: Target | None) -> bool:
     match target:
-        case NByM(n=kept):
-            return kept == 0
-        case Sparsity(fraction=gone) | Block(fraction=gone) | Structured(fraction=gone):
+        case Pattern():
+            return target.removes_everything
+        case Sparsity(fraction=gone):
             return gone == 1
     return False
-
-
-def _check_block(target: Block, layer: Layer) -> None:
-    asked = for_layer(target, layer.name)
-    if not isinstance(asked, Block) or isinstance(asked.fraction, Mapping) or asked.fraction == 1:
-        return
-    high, wide = asked.shape
-    blocks = layer.groups * -(-layer.rows // high) * -(-layer.columns // wide)
-    if asked.count(blocks) == blocks:
-        raise TargetError(
-            f"layer '{layer.name}' has only {blocks} block(s) of {high}×{wide} or what fits of it: "
-            "all would go for "
-            f"{asked.fraction:g}. Take smaller blocks, or skip the layer."
-        )
 
 
 def _check_shared(

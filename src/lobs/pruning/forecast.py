@@ -1,4 +1,4 @@
-"""What a run will take before it is run: passes over the data, bytes, about how many seconds."""
+"""Predict what a run takes before it is run: passes over the data, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lobs._system import memory
+from lobs._system import context, memory
 from lobs._system.distributed import process_group
 from lobs._system.memory import spelled
 from lobs.calibration.batch_norm import find_norms
@@ -27,19 +27,27 @@ from lobs.layers import Layer, watching
 from lobs.pruning.refit.gauss_newton import PASSES
 from lobs.pruning.refit.joint import Refit, effort
 from lobs.pruning.refit.split import SMALL
-from lobs.solvers import ADMM, LOBS, Auto, ColumnSweep
-from lobs.solvers.auto import PRODUCT, seconds_of
+from lobs.solvers.auto import bytes_of, seconds_of
+from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.problem import Solver
 from lobs.targets import Sparsity, Target, for_layer
 
-_ROWS = 2**28  # bytes for the rows that are worked on together
-_SLACK = 1.02  # forecasts are not better than that
-_CALL = 2e-4  # seconds that a small network takes whatever it computes
+_ROWS = 2**28  # bytes of the rows that are processed together
+_SLACK = 1.02  # relative error of a forecast of memory
+_MARGIN = 1.01  # factor on the memory that a message recommends
+_CALL = 2e-4  # seconds that a call of a small network takes, whatever it computes
+_KEPT = 0.1  # kept share of a layer that is assumed where the target does not tell
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run: how often it goes through the data, and how long that and what follows may take."""
+    """A part of the run.
+
+    Args:
+        name: what the stage does.
+        passes: how often a network goes through the data.
+        seconds: how long that and the work after it take.
+    """
 
     name: str
     passes: int
@@ -48,7 +56,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will take; `room` is for the moments of one pass, None without a limit."""
+    """What a run will take.
+
+    Args:
+        limit: the memory limit in bytes; None without one.
+        room: bytes for the moments of one pass; None without a limit.
+        fixed: bytes in use now, of the network's copy, and of a batch's activations.
+        peak: bytes at the peak.
+        spilled: bytes of moments that go to temporary files.
+        widest: the layer that takes most memory.
+        widest_bytes: bytes that this layer takes.
+        groups: names of the layers whose moments are collected in one pass.
+        stages: the parts of the run in order.
+    """
 
     limit: int | None
     room: float | None
@@ -62,12 +82,12 @@ class Forecast:
 
     @property
     def passes(self) -> int:
-        """How often a network goes through the data."""
+        """Number of times that a network goes through the data."""
         return sum(stage.passes for stage in self.stages)
 
     @property
     def seconds(self) -> float:
-        """About how long all of it takes on two cores."""
+        """Estimated seconds of all stages on two cores."""
         return sum(stage.seconds for stage in self.stages)
 
     def __str__(self) -> str:
@@ -87,8 +107,45 @@ class Forecast:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return all fields as a dictionary, for JSON."""
         return {**asdict(self), "passes": self.passes, "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run does, as far as its cost depends on it.
+
+    Args:
+        target: what is asked of the layers.
+        inputs: "dense", "pruned" or "asymmetric".
+        shared: one budget is allocated among the layers by error curves.
+        rounds: number of allocation rounds.
+        looks: how often output influence is measured; None for once per round.
+        damped: the caller chose the damping.
+        batch_norm: batch-norm statistics are estimated anew.
+        refit: how far weights are refitted.
+        refit_work: multiply-adds that the joint refit may take; None for no limit.
+    """
+
+    target: Target
+    inputs: str
+    shared: bool
+    rounds: int
+    looks: int | None = None
+    damped: bool = False
+    batch_norm: bool = True
+    refit: Refit = "layers"
+    refit_work: float | None = None
+
+    @property
+    def sequential(self) -> bool:
+        """Whether layers are solved in order, on two streams of activations."""
+        return self.inputs != "dense"
+
+    @property
+    def runs(self) -> int:
+        """How often all layers are solved."""
+        return self.rounds if self.shared else 1
 
 
 def forecast(
@@ -96,91 +153,75 @@ def forecast(
     batches: Iterable[Any],
     layers: Sequence[Layer],
     solver: Solver,
-    *,
-    inputs: str,
-    shared: bool,
-    rounds: int,
-    target: Target,
-    looks: int | None = None,
-    damped: bool = False,
-    batch_norm: bool = True,
-    compensation: tuple[Refit, float | None] = ("layers", None),
+    load: Workload,
 ) -> Forecast:
-    """Look at the network and at one batch; `shared` says that one budget is shared out by error curves, `rounds` times.
+    """Run the network on one batch and predict what the whole run takes.
 
-    The units' influence is looked at as often, or `looks` times. `target` matters where it is a
-    pattern, which costs what its kind does. `compensation` says whether all weights move together
-    in the end, and in how many multiply-adds.
+    Args:
+        model: the network.
+        batches: the calibration data.
+        layers: the layers to prune.
+        solver: the solver, which is asked for its time and memory.
+        load: what the run does.
     """
-    sequential, moments = inputs != "dense", shared or inputs == "dense"
-    seen = _looked_at(model, batches, layers)
-    forward, products, paired, work = seen.forward, seen.products, seen.paired, seen.bytes
-    # Going back, the influence keeps what going forward drops.
-    on_the_way = (3 if shared else 1) * work
-    fixed = memory.resident() + network_bytes(model) + on_the_way
-    fixed = max(process_group().all_gather(fixed))  # processes must agree on what they do
-    needs, masks = {}, 0
-    for layer in layers:  # the masks of those before it are there when a layer is solved
-        needs[layer.name] = masks + solving_bytes(
-            layer, solver, sequential=sequential, damped=damped
-        )
-        masks += layer.weight.numel()
+    probe = _probed(model, batches, layers)
+    # Measuring the influence keeps activations that a forward pass drops.
+    activations = (3 if load.shared else 1) * probe.bytes
+    fixed = memory.resident() + network_bytes(model) + activations
+    fixed = max(process_group().all_gather(fixed))  # the same decision on all processes
+    needs = _layer_bytes(layers, solver, load)
     widest = max(needs, key=lambda name: needs[name])
     limit = memory.limit()
-    room = None if limit is None else limit - fixed
-    if room is not None and needs[widest] > _SLACK * room:
-        enough = spelled(1.01 * (fixed + needs[widest]))
-        raise LobsError(
-            f"memory={spelled(limit or 0)} is not enough: {spelled(fixed)} for what is there and "
-            "the network's copy, "
-            f"{spelled(needs[widest])} for layer '{widest}'. Allow {enough}, or skip the layer."
-        )
-    room = None if room is None else max(0.0, room - _ROWS)  # products and pieces of a pass
+    room = _room(limit, fixed, needs[widest], widest)
+    moments = load.shared or not load.sequential
     groups = passes(layers, room) if moments else []
     together = max((sum(moment_bytes(layer) for layer in group) for group in groups), default=0)
-    spilled = sum(map(moment_bytes, layers)) if limit is not None and moments else 0
-    solving = sum(
-        seconds_of(solver, layer.groups, layer.groups * layer.rows, layer.columns + 1, asked)
-        for layer in layers
-        if (asked := for_layer(target, layer.name)) is not None
-    )
-    rounds = rounds if shared else 1
-    compensated = 1 if looks is None else rounds  # every trial of a largest drop ends with it
-    looks = (looks or rounds) if shared else 0
-    walk = 2 * forward + paired if sequential else 0.0
-    norms = batch_norm and bool(find_norms(model))
-    stages = tuple(
-        _stages(
-            forward, products, walk, solving, len(groups), looks=looks, rounds=rounds, norms=norms
-        )
-    )
-    if compensation[0] == "network" and (seen.batches > 1 or seen.samples >= SMALL):
-        stages = (
-            *stages[:-1],
-            *_compensating(seen, layers, target, compensation[1], compensated),
-            stages[-1],
-        )
-    names = tuple(tuple(layer.name for layer in group) for group in groups)
     return Forecast(
-        limit,
-        room,
-        fixed,
-        fixed + max(needs[widest], together),
-        spilled,
-        widest,
-        needs[widest],
-        names,
-        stages,
+        limit=limit,
+        room=room,
+        fixed=fixed,
+        peak=fixed + max(needs[widest], together),
+        spilled=sum(map(moment_bytes, layers)) if limit is not None and moments else 0,
+        widest=widest,
+        widest_bytes=needs[widest],
+        groups=tuple(tuple(layer.name for layer in group) for group in groups),
+        stages=tuple(_stages(model, layers, solver, load, probe, len(groups))),
     )
+
+
+def _layer_bytes(layers: Sequence[Layer], solver: Solver, load: Workload) -> dict[str, int]:
+    """Return what each layer takes, with the masks of those solved before it."""
+    needs, masks = {}, 0
+    for layer in layers:
+        needs[layer.name] = masks + solving_bytes(
+            layer, solver, sequential=load.sequential, damped=load.damped
+        )
+        masks += layer.weight.numel()
+    return needs
+
+
+def _room(limit: int | None, fixed: int, widest_bytes: int, widest: str) -> float | None:
+    """Return the bytes left for moments; raise where the widest layer does not fit."""
+    if limit is None:
+        return None
+    room = limit - fixed
+    if widest_bytes > _SLACK * room:
+        enough = spelled(_MARGIN * (fixed + widest_bytes))
+        raise LobsError(
+            f"memory={spelled(limit)} is not enough: {spelled(fixed)} for what is there and "
+            f"the network's copy, {spelled(widest_bytes)} for layer '{widest}'. "
+            f"Allow {enough}, or skip the layer."
+        )
+    return max(0.0, room - _ROWS)
 
 
 def taken_in_the_end(model: nn.Module, layers: Sequence[Layer]) -> int:
-    """Bytes of a network, its pruned copy and the masks."""
+    """Return the bytes of a network, its pruned copy and the masks."""
     return 2 * network_bytes(model) + sum(layer.weight.numel() for layer in layers)
 
 
 def network_bytes(model: nn.Module) -> int:
-    """Bytes of all of a network's tensors, each counted once under whatever names it goes."""
+    """Return the bytes of all of a network's tensors, shared ones counted once."""
     tensors = [
         t
         for t in model.state_dict(keep_vars=True).values()
@@ -190,76 +231,98 @@ def network_bytes(model: nn.Module) -> int:
 
 
 def solving_bytes(layer: Layer, solver: Solver, *, sequential: bool, damped: bool = False) -> int:
-    """What calibrating and solving one layer takes at most, beside the networks."""
-    d, weights = layer.columns + 1, layer.weight.numel()
-    if memory.single_copy(layer.groups, layer.columns) and not damped:
-        if isinstance(solver, LOBS):  # Ψ, its inverse, and a dozen forms of the weights
-            return _ROWS + 8 * d**2 + 56 * weights
-        directions = ADMM.bytes(layer.rows, d)
-        if isinstance(solver, ColumnSweep) or (
-            isinstance(solver, Auto) and not memory.affords(directions)
-        ):
-            return _ROWS + 4 * d**2 + 9 * weights
-        return _ROWS + max(directions, 4 * d**2 + 56 * weights)
-    # Sums, Ψ, its equilibrated form and that form's inverse; a second sum for two streams. Then a
-    # dozen forms of the weights.
-    return 8 * (5 + sequential) * layer.groups * d**2 + 56 * weights + _ROWS
+    """Return the bytes that calibrating and solving one layer takes beside the networks.
+
+    Args:
+        layer: the layer.
+        solver: the solver, which is asked for its memory.
+        sequential: moments of two streams of activations are collected.
+        damped: the caller chose the damping.
+    """
+    shape = _shape(layer, damped=damped)
+    second = 0 if shape.single_copy or not sequential else 8 * shape.groups * shape.columns**2
+    return bytes_of(solver, shape) + second + _ROWS
+
+
+def _shape(layer: Layer, target: Target | None = None, *, damped: bool = False) -> ProblemShape:
+    return ProblemShape(
+        groups=layer.groups,
+        rows=layer.rows,
+        columns=layer.columns + 1,
+        protected=1,
+        target=target,
+        single_copy=memory.single_copy(layer.groups, layer.columns) and not damped,
+        context=context.current(),
+    )
 
 
 def _stages(
-    forward: float,
-    products: float,
-    walk: float,
-    solving: float,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    solver: Solver,
+    load: Workload,
+    probe: _Probe,
     groups: int,
-    *,
-    looks: int,
-    rounds: int,
-    norms: bool,
-) -> Iterable[Stage]:
+) -> Iterator[Stage]:
+    forward = probe.forward
     yield Stage("count inputs", 1, forward)
     if groups:
-        yield Stage("moments", groups, groups * forward + products)
+        yield Stage("moments", groups, groups * forward + probe.products)
+    looks = (load.looks or load.rounds) if load.shared else 0
     if looks:
         yield Stage("influence", looks, 3 * looks * forward)
-    yield Stage("prune", 2 * rounds if walk else 0, rounds * (walk + solving))
-    if norms:  # both networks, the pruned one again with new statistics; then both with these
-        yield Stage("batch norm", 5 * rounds, 5 * rounds * forward)
+    solving = sum(
+        seconds_of(solver, _shape(layer, asked))
+        for layer in layers
+        if (asked := for_layer(load.target, layer.name)) is not None
+    )
+    walk = 2 * forward + probe.paired if load.sequential else 0.0
+    yield Stage("prune", 2 * load.runs if walk else 0, load.runs * (walk + solving))
+    if load.refit == "network" and (probe.batches > 1 or probe.samples >= SMALL):
+        yield from _refitting(probe, layers, load)
+    if load.batch_norm and find_norms(model):
+        # Both networks, the pruned one with new statistics, then both with these.
+        yield Stage("batch norm", 5 * load.runs, 5 * load.runs * forward)
     else:
         yield Stage("measure", 2, 2 * forward)
 
 
-def _compensating(
-    seen: _Look, layers: Sequence[Layer], target: Target, work: float | None, runs: int
-) -> Iterator[Stage]:
-    """Moving all weights together; how many are left is taken from the target where it says so."""
+def _refitting(probe: _Probe, layers: Sequence[Layer], load: Workload) -> Iterator[Stage]:
+    """Predict the joint refit. The number of weights left comes from the target if it tells."""
     left = 0.0
     for layer in layers:
-        match for_layer(target, layer.name):
+        match for_layer(load.target, layer.name):
             case Sparsity(fraction=float() as gone):
                 left += (1 - gone) * layer.weight.numel()
             case None:
                 pass
             case _:
-                left += 0.1 * layer.weight.numel()
-    plan = effort(round(left), seen.outputs, seen.madds, seen.samples, work)
-    # what a step works on stays in memory, so that data are read far less often than networks run
-    if plan.steps:
-        read = runs * plan.steps * plan.samples
-        calls = PASSES * read * seen.batches / max(1, seen.samples)
-        yield Stage(
-            "refit",
-            -(-read // max(1, seen.samples)),
-            PASSES * read * seen.madds * PRODUCT / 1e9 + calls * _CALL,
-        )
+                left += _KEPT * layer.weight.numel()
+    plan = effort(round(left), probe.outputs, probe.madds, probe.samples, load.refit_work)
+    if not plan.steps:
+        return
+    # Every trial of a drop search ends with a refit. A step's batches stay in memory, so the data
+    # is read far less often than networks run.
+    runs = 1 if load.looks is None else load.runs
+    read = runs * plan.steps * plan.samples
+    calls = PASSES * read * probe.batches / max(1, probe.samples)
+    seconds = PASSES * read * probe.madds * COSTS.product / 1e9 + calls * _CALL
+    yield Stage("refit", -(-read // max(1, probe.samples)), seconds)
 
 
 @dataclass(frozen=True)
-class _Look:
-    """Seconds of all batches forward, and of the products of all moments in one network and in two; bytes on the way.
+class _Probe:
+    """What one batch tells of a pass over the data.
 
-    Then the number of samples, and for one of them the numbers that come out and the multiply-adds
-    on the way.
+    Args:
+        forward: seconds of all batches forward.
+        products: seconds of the products of all moments in one network.
+        paired: seconds of these products in two networks.
+        bytes: bytes of a batch's activations.
+        batches: number of batches.
+        samples: number of samples.
+        outputs: numbers that the network returns for one sample.
+        madds: multiply-adds of the layers for one sample.
     """
 
     forward: float
@@ -272,12 +335,12 @@ class _Look:
     madds: float
 
 
-def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> _Look:
-    """Run the network on the first batch and take the others for its like."""
-    first = list(islice(batches, 1))  # a process without data looks on
+def _probed(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> _Probe:
+    """Run the network on the first batch and take the others to be like it."""
+    first = list(islice(batches, 1))  # empty on a process without data
     for _ in range(2):  # the first time also loads and compiles
         began = time.perf_counter()
-        with _watched() as most:
+        with _peak_memory() as peak:
             before = memory.resident()
             with watching(layer.on_input(partial(_first_patches, layer)) for layer in layers):
                 seen = collect_moments(model, first, layers, counts_only=True)
@@ -288,33 +351,34 @@ def _looked_at(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]
         vectors, d = seen.count(layer.name) * layer.groups, layer.columns + 1
         madds += vectors * d**2
         paired += vectors * d * (d + (2 * layer.rows if weighed(layer) else d))
-    unit = count * PRODUCT / 1e9
+    unit = count * COSTS.product / 1e9
     each = max(1, seen.samples)
     uses = sum(
         seen.count(layer.name) * layer.uses_per_patch * layer.weight.numel() for layer in layers
     )
-    outputs = sum(map(sum, seen.outputs)) / each
-    on_the_way = max(0, most[0] - before)
-    return _Look(
-        count * took,
-        unit * madds,
-        unit * paired,
-        on_the_way,
-        count,
-        count * seen.samples,
-        outputs,
-        uses / each,
+    return _Probe(
+        forward=count * took,
+        products=unit * madds,
+        paired=unit * paired,
+        bytes=max(0, peak[0] - before),
+        batches=count,
+        samples=count * seen.samples,
+        outputs=sum(map(sum, seen.outputs)) / each,
+        madds=uses / each,
     )
 
 
 def _first_patches(layer: Layer, x: Tensor) -> None:
-    """Make the first patches of an input, for the memory that they take."""
+    """Unfold the first patches of an input, so that their memory is counted."""
     next(layer.patches(x.detach()), None)
 
 
 @contextmanager
-def _watched() -> Iterator[list[int]]:
-    """The most memory that is resident while this block runs: the process's own record may be an older one."""
+def _peak_memory() -> Iterator[list[int]]:
+    """Yield a list whose entry becomes the most memory resident while this block runs.
+
+    The process's own record may be an older peak.
+    """
     most, done = [0], Event()
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""What other budgets would have asked of each layer, and what they would cost: a small table read off the error curves."""
+"""Budget preview: what other budgets would take from each layer, and at what cost."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from torch import Tensor
 from lobs.pruning.plan import Curve, RowLosses, allocations, reach
 
 STOPS = 140
-_LOWEST = (
-    1e-3  # the smallest kept fraction that is looked at; below it little is left of any network
-)
+_LOWEST = 1e-3  # smallest kept fraction; below it little is left of any network
 
 
 @dataclass(frozen=True)
 class BudgetPreview:
-    """One stop after another, from few weights removed to nearly all; stop `at` is the budget that was run.
+    """A table of budgets, from few weights removed to nearly all. Stop `at` is the budget that ran.
 
-    `removed[name][i]` weights of layer `name` go at stop i, exactly as a run with that budget would
-    share them out, and its own relative error is then predicted as `errors[name][i]`: by the exact
-    greedy, on the dense network's inputs. `change[i]` is the root mean square change of the
-    network's output that follows to first order, units taken as independent. `priced` says that
-    bytes or operations were shared out, not weights.
+    `removed[name][i]` is the number of weights that layer `name` gives at stop i, exactly as a run
+    with that budget would allocate them. `errors[name][i]` is its predicted relative error, by the
+    greedy solver on the dense network's inputs. `change[i]` is the predicted root mean square
+    change of the network's output, to first order and with independent units. `priced` says that
+    the budget counts bytes or operations, not weights.
     """
 
     totals: dict[str, int]
@@ -40,13 +38,13 @@ class BudgetPreview:
         stops = len(self.change)
         tables = [*self.removed.values(), *self.errors.values()]
         if not 0 <= self.at < stops or any(len(row) != stops for row in tables):
-            raise ValueError(f"an budget preview of {stops} stops does not fit its tables")
+            raise ValueError(f"a budget preview of {stops} stops does not fit its tables")
         if not self.totals.keys() == self.removed.keys() == self.errors.keys():
-            raise ValueError("an budget preview's tables are of different layers")
+            raise ValueError("a budget preview's tables are of different layers")
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> BudgetPreview:
-        """Read back what JSON made of one."""
+        """Restore a preview from its JSON record."""
         return BudgetPreview(
             totals={name: int(n) for name, n in record["totals"].items()},
             removed={name: tuple(int(n) for n in row) for name, row in record["removed"].items()},
@@ -57,7 +55,7 @@ class BudgetPreview:
         )
 
     def kept_fraction(self, stop: int) -> float:
-        """Kept weights over all weights at a stop."""
+        """Return the kept fraction of all weights at a stop."""
         gone = sum(row[stop] for row in self.removed.values())
         return 1 - gone / max(1, sum(self.totals.values()))
 
@@ -69,10 +67,16 @@ def preview_budgets(
     done: Mapping[str, int],
     stops: int = STOPS,
 ) -> BudgetPreview:
-    """Share out budgets on a logarithmic scale of what is kept, beside the counts of the run itself.
+    """Allocate budgets on a logarithmic scale of the kept fraction, beside the run's own counts.
 
-    Costs one sort of all keys and one of each layer's; what is kept of it are numbers by layer and
-    stop.
+    It takes one sort of all keys and one of each layer's.
+
+    Args:
+        curves: the layers' error curves.
+        losses: the losses behind them, by layer and row.
+        importance: output influence of each row, by layer.
+        done: how many weights the run removed, by layer.
+        stops: number of budgets.
     """
     plans = {tuple(plan.values()): plan for plan in allocations(curves, _budgets(curves, stops))}
     own = tuple(done[name] for name in curves)
@@ -109,7 +113,7 @@ def _budgets(curves: Mapping[str, Curve], stops: int) -> list[float]:
 
 
 def _costs(losses: RowLosses, importance: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """E of a layer with so many weights gone, and the same with every row weighted by how much it matters."""
+    """Return E at each count, plain and weighted by the rows' importance."""
     order = losses.keys(importance).flatten().sort(stable=True).indices
     weight = importance[:, losses.rows].unsqueeze(-1).expand(losses.losses.shape).flatten()[order]
     each = losses.losses.to(torch.float64).flatten()[order] * losses.multiplicity
@@ -122,5 +126,5 @@ def _costs(losses: RowLosses, importance: Tensor, counts: Sequence[int]) -> tupl
 
 
 def _short(value: float) -> float:
-    """Five digits: more than a screen shows, and a fifth of the bytes."""
+    """Round to five digits: more than a screen shows, and a fifth of the bytes."""
     return float(f"{value:.5g}")

@@ -26,7 +26,7 @@ from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
 from lobs.pruning.preview import BudgetPreview, preview_budgets
 from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
-from lobs.targets import Budget, Sparsity, Structured, Target, for_layer, removable
+from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Session:
                 uses = self._flops_each()
                 spent = sum(uses[name] * n for name, n in self.prunable.items())
                 return self.allocated(target, max(0.0, spent - flops), uses)
-            case Structured():
+            case Pattern():
                 target = target.inside(list(self.calibration))
         return {layer.name: for_layer(target, layer.name) for layer in self.layers}
 

@@ -44,7 +44,7 @@ def sweep(
     values: Sequence[float],
     *,
     by: By = "ratio",
-    solver: str | Solver = "exact",
+    solver: str | Solver = "greedy",
     layers: str | Iterable[str] | None = None,
     skip: str | Iterable[str] = (),
     progress: bool = True,

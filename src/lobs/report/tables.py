@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 import torch
 
-import lobs
+from lobs import __version__
 from lobs.report.words import fixed, number, percent, relative, size
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def trials(run: Run) -> list[list[str]]:
 def environment() -> dict[str, str]:
     """Return the versions that the numbers may depend on, and nothing about whose machine it was."""
     return {
-        "lobs": lobs.__version__,
+        "lobs": __version__,
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "python": platform.python_version(),

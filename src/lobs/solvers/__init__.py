@@ -1,4 +1,4 @@
-"""Solvers by name, and the one function that runs them."""
+"""Solvers by name, and `solve`, which runs them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lobs.solvers.baselines import Scored
 from lobs.solvers.column_sweep import ColumnSweep
 from lobs.solvers.greedy import DeletionPath, GreedyOBS
 from lobs.solvers.layerwise_obs import LOBS
-from lobs.solvers.problem import Problem, Solver, finish
+from lobs.solvers.problem import Problem, Solver
 from lobs.solvers.refine import Refine
-from lobs.solvers.solution import Solution
+from lobs.solvers.solution import Solution, finish
 from lobs.targets import ErrorBudget, Target, as_target
 
 __all__ = [
@@ -32,12 +32,11 @@ __all__ = [
     "solve",
 ]
 
-# The keys are the choices of the command line, and every entry is held to the laws in
-# tests/laws.py.
+# The keys are the choices of the command line. Every entry must obey the laws in tests/laws.py.
 SOLVERS: dict[str, Solver] = {
     "auto": Auto(),
     "greedy": GreedyOBS(),
-    "exact+refine": Refine(GreedyOBS()),
+    "greedy+refine": Refine(GreedyOBS()),
     "admm": ADMM(),
     "columns": ColumnSweep(),
     "lobs": LOBS(),
@@ -52,11 +51,16 @@ SOLVERS: dict[str, Solver] = {
 
 
 def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Solution:
-    """Make one layer sparse.
+    """Make one layer sparse and return the solution.
+
+    Args:
+        problem: the layer problem.
+        solver: a name from `SOLVERS`, or a solver.
+        target: what to remove; a number stands for `Sparsity`.
 
     >>> import torch
     >>> problem = Problem(torch.tensor([[3.0, 1.0, 2.0]]), torch.eye(3))
-    >>> solve(problem, "exact", 1 / 3).weight
+    >>> solve(problem, "greedy", 1 / 3).weight
     tensor([[3., 0., 2.]])
     """
     chosen = as_solver(solver)
@@ -69,11 +73,10 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
     if missing:
         raise SolverError(
             f"{problem.name}: solver {solver!r} is not compatible with this problem: missing "
-            f"{', '.join(missing)}. "
-            f"Pass it to Problem, or collect statistics with lobs.collect."
+            f"{', '.join(missing)}. Pass it to Problem, or use lobs.collect_moments."
         )
     wanted = as_target(target)
-    if problem.prunable == 0:  # no rows, or nothing but biases: there is nothing to choose
+    if problem.prunable == 0:  # no rows, or nothing but biases
         return finish(
             problem,
             problem.weight.to(torch.float64),
@@ -82,9 +85,10 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
     found = problem.given_back(chosen(problem, wanted))
     if problem.units is None or not isinstance(wanted, ErrorBudget):
         return found
-    # A wide layer's weights are rounded to its own type after the choice, which may cost the last
-    # hundredth.
-    limit, epsilon = wanted.limit(problem.energy), float(wanted.epsilon)  # type: ignore[arg-type]  # one layer's is a number
+    # A wide layer's weights are rounded to its own dtype after the choice. Where that exceeds the
+    # limit, a stricter target is solved.
+    limit = wanted.limit(problem.energy)
+    epsilon = float(wanted.epsilon)  # type: ignore[arg-type]  # a number for a single layer
     while found.removed and found.error > limit:
         epsilon *= 0.97
         found = problem.given_back(chosen(problem, replace(wanted, epsilon=epsilon)))
@@ -92,7 +96,7 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
 
 
 def as_solver(solver: str | Solver) -> Solver:
-    """Look a solver up by name; let an instance through."""
+    """Return the solver of a name, or the instance itself."""
     if isinstance(solver, str):
         if solver not in SOLVERS:
             raise SolverError(f"unknown solver '{solver}'. There are: {', '.join(SOLVERS)}.")

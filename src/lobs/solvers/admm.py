@@ -1,17 +1,16 @@
-"""Alternating directions with a hard count: a good support for the price of 56 matrix products.
+"""ADMM with a hard count: a good support for the price of 56 matrix products.
 
-min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, V with so many zeros: X = (WG + ρ(V−U))(G + ρI)⁻¹, V =
-the largest of X + U, U ← X + U − V, with a penalty ρ that grows until the support stands still (the
-idea of ALPS, Meng et al. 2024). Two things differ:
+min ½ tr((X−W) G (X−W)ᵀ) subject to X = V, where V has a given number of zeros. The iteration is
+X = (WG + ρ(V−U))(G + ρI)⁻¹, V = the largest of X + U, U ← X + U − V. The penalty ρ grows until the
+support is stable (the idea of ALPS, Meng et al. 2024). Two things differ:
 
-- **Units.** What is large depends on the units that a column's weights are given in. Columns of
-  equal energy, as usual, make a weight as important as its share of the output. But what its
-  removal costs, once the others have made good what they can, is w² times the share of the column's
-  energy that the other columns kept cannot explain. So units are those in which this independence
-  is the same for all columns, looked at on some rows' supports: first by size, then as they have
-  become. The first ρ goes by its mean. That alone takes up to a fifth off the error of real layers
-  (`benchmarks/admm_units.py`).
-- Few values of ρ with one Cholesky each instead of an eigendecomposition.
+- **Units.** Which weights are large depends on the units of each column. With columns of equal
+  energy, as usual, a weight counts by its share of the output. But after the other columns have
+  compensated, its removal costs w² times the share of the column's energy that the kept columns
+  cannot explain. So we scale columns to make this share equal. It is measured on the supports of a
+  few rows: first by magnitude, then again later. The first ρ follows from its mean. This alone
+  lowers the error of real layers by up to a fifth (`benchmarks/admm_units.py`).
+- Few values of ρ, with one Cholesky each instead of an eigendecomposition.
 """
 
 from __future__ import annotations
@@ -25,35 +24,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
-from lobs._system import memory
+from lobs._system.context import Context
 from lobs.errors import SolverError
-from lobs.solvers.masks import mask_from_order, removal_order
-from lobs.solvers.problem import Problem, choose_count
-from lobs.solvers.solution import Solution
+from lobs.solvers import linalg
+from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.least_squares import on_support, stacked, typical_independence
+from lobs.solvers.masks import choose_count, mask_from_order, removal_order
+from lobs.solvers.problem import Problem
+from lobs.solvers.solution import Solution
 from lobs.targets import Target
 
-_SAMPLE = (
-    100_000  # weights that a threshold is taken from: enough for a hundredth of those kept at 95 %
-)
-_TYPICAL, _AGAIN = 2, 2  # so many rows stand for all; the penalty at which they are looked at again
-_PENALTY, _LEAST, _MOST = (
-    0.25,
-    0.004,
-    0.08,
-)  # first ρ: a share of the mean independence, within limits
+_SAMPLE = 100_000  # weights that a threshold is estimated from: 1 % precise at 95 % sparsity
+_TYPICAL = 2  # rows whose supports stand for all
+_AGAIN = 2  # index of the penalty at which units are measured again
+# The first ρ as a share of the mean independence, and its limits.
+_PENALTY, _LEAST, _MOST = 0.25, 0.004, 0.08
+_STABLE = 1e-4  # share of weights that may change between penalties in a stable support
 
 
 @dataclass(frozen=True)
 class ADMM:
-    """Alternating directions, then least squares on the support found.
+    """ADMM, then least squares on the support found.
 
-    Time `penalties` · (d³ + `steps` · rows·d²) multiply-adds, memory of two d×d matrices and seven
-    copies of the weight. By ε it searches the count, about a dozen runs. Runs in float32 unless the
-    weights are float64. `penalty` is the first one; by default it goes by how independent the
-    columns are. `units` are those of equal cost or, as usual elsewhere, equal energy.
+    Takes `penalties` · (d³ + `steps` · rows·d²) multiply-adds, and memory of two d×d matrices and
+    seven copies of the weight. By ε it searches the count in about a dozen runs. It runs in
+    float32 unless the weights are float64.
+
+    Args:
+        penalty: the first ρ; by default it follows from how independent the columns are.
+        growth: factor between one penalty and the next.
+        penalties: number of penalties.
+        steps: iterations per penalty.
+        units: scale columns to equal "cost" of removal, or to equal "energy" as is usual.
+        needs: optional `Problem` fields that must be present: none.
     """
 
     penalty: float | None = None
@@ -67,14 +70,14 @@ class ADMM:
         positive = self.penalty is None or self.penalty > 0
         if not (positive and self.growth > 1 and self.penalties >= 1 and self.steps >= 1):
             raise SolverError(
-                f"{self!r}: penalty must be positive, growth over 1, penalties and steps at least "
-                "1."
+                f"{self!r}: penalty must be positive, growth over 1, penalties and steps at "
+                "least 1."
             )
         if self.units not in ("cost", "energy"):
             raise SolverError(f"{self!r}: units are 'cost' or 'energy'.")
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
-        """Solve; see the class."""
+        """Return the solution."""
         count = choose_count(
             problem,
             target,
@@ -83,39 +86,57 @@ class ADMM:
         )
         return self.at(problem, count)
 
-    @staticmethod
-    def bytes(rows: int, columns: int) -> int:
-        """What a wide layer takes with the swaps that follow, where a second d×d matrix does not fit."""
-        return 4 * columns**2 + 40 * rows * columns
+    def seconds(self, shape: ProblemShape) -> float:
+        """Estimate the time of the iteration on two cores."""
+        d, rows = shape.columns, shape.groups * shape.rows
+        factor = COSTS.factor * shape.groups * d**3 / 2
+        return self.penalties * (factor + COSTS.product * self.steps * rows * d**2) / 1e9
+
+    def bytes(self, shape: ProblemShape) -> int:
+        """Estimate the memory of solving one layer, its moments included."""
+        return shape.solving_bytes
+
+    def search_bytes(self, shape: ProblemShape) -> int:
+        """Estimate the memory of the iteration and of swaps, where one d×d matrix must do."""
+        return 4 * shape.columns**2 + 40 * shape.rows * shape.columns
 
     def at(self, problem: Problem, count: int) -> Solution:
-        """Remove exactly `count` weights."""
+        """Return the solution with exactly `count` weights removed."""
         mask, _ = self.support(problem, count)
         return on_support(problem, mask)
 
     def support(self, problem: Problem, count: int) -> tuple[Tensor, Tensor]:
-        """Which weights to keep when `count` go, in the weight's shape, and weights near its best, as `swap` wants them."""
+        """Return a mask with `count` weights removed, and weights near its best for `swap`."""
         gram, w, importance = _posed(problem)
-        x, units = self.alternate(gram, w, lambda values: _above(values, count, problem.protected))
+        x, units = self.alternate(
+            gram, w, lambda values: _above(values, count, problem.protected), problem.context
+        )
         order = removal_order(x.abs(), problem.protected)
         mask = mask_from_order(order, count, tuple(w.shape))
         scale = (importance * units).clamp_min(torch.finfo(w.dtype).tiny)
         return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / scale
 
     def alternate(
-        self, gram: Tensor, w: Tensor, largest: Callable[[Tensor], Tensor]
+        self,
+        gram: Tensor,
+        w: Tensor,
+        largest: Callable[[Tensor], Tensor],
+        context: Context = Context(),  # noqa: B008 - frozen
     ) -> tuple[Tensor, Tensor]:
-        """The last X + U, whose `largest` are the weights to keep, and the units of its columns.
+        """Return the last X + U, whose `largest` entries are kept, and the units of its columns.
 
-        `gram` is (groups, d, d), `w` (groups, rows, d); `largest` gives the mask of those that a
-        pattern or a count leaves.
+        Args:
+            gram: equilibrated moments, (groups, d, d).
+            w: equilibrated weights, (groups, rows, d).
+            largest: returns the mask of the entries that a count or a pattern keeps.
+            context: memory that the iteration may use.
         """
         pull = w @ gram
         keep = before = largest(w)
         even = units = w.new_ones(len(w), 1, w.shape[-1])
         v = x = w
         dual, rho = torch.zeros_like(w), 0.0
-        with memory.scratch(gram) as fresh:
+        with context.scratch(gram) as fresh:
             for turn in range(self.penalties):
                 matrix = fresh()
                 if turn == 0 or (turn == _AGAIN and self.units == "cost"):
@@ -124,15 +145,9 @@ class ADMM:
                     units, v, dual = units * change, v * change, dual * change
                     wanted = pull / units
                 if turn == 0:
-                    rho = self.penalty or min(
-                        _MOST, max(_LEAST, _PENALTY * float(independence.log().mean().exp()))
-                    )
+                    rho = self.penalty or _first_penalty(independence)
                 inverse = linalg.try_ridge_inverse(matrix.div_(units).div_(units.mT), rho)
-                if (
-                    inverse is None
-                    # units so far apart that these digits do not hold the matrix: equal energy always
-                    # does
-                ):
+                if inverse is None:  # float32 cannot hold these units; equal energy always works
                     v, dual, wanted, units = v / units, dual / units, pull, even
                     del matrix
                     matrix = fresh()
@@ -142,34 +157,41 @@ class ADMM:
                     keep = largest(x)
                     v = x * keep
                     dual = x - v
-                if turn and int((keep ^ before).sum()) <= 1e-4 * keep.numel():
+                if turn and int((keep ^ before).sum()) <= _STABLE * keep.numel():
                     break
                 before, dual, rho = keep, dual / self.growth, rho * self.growth
                 del inverse, matrix
         return x, units
 
 
+def _first_penalty(independence: Tensor) -> float:
+    return min(_MOST, max(_LEAST, _PENALTY * float(independence.log().mean().exp())))
+
+
 def first_independence(problem: Problem, count: int) -> Tensor:
-    """About how independent columns are on supports of the largest weights when `count` go, (groups, d)."""
+    """Estimate how independent columns are on supports of the largest weights, (groups, d)."""
     gram, w, _ = _posed(problem)
     return typical_independence(gram, _above(w, count, problem.protected), 1)
 
 
 def _posed(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments, weights as important as their rows, and by what these were multiplied for that."""
+    """Return moments, weights scaled by the root of their rows' importance, and that root."""
     gram, w = stacked(problem)
     importance = problem.importance.to(w).sqrt().unsqueeze(-1)
     return gram, w * importance, importance
 
 
 def _equal(independence: Tensor) -> Tensor:
-    """What columns of equal energy are multiplied with to become columns of equal cost, (groups, 1, d)."""
+    """Return the factors that turn columns of equal energy into columns of equal cost."""
     logs = independence.log()
     return ((logs - logs.mean(dim=-1, keepdim=True)) / 2).exp().unsqueeze(-2)
 
 
 def _above(x: Tensor, count: int, protected: int) -> Tensor:
-    """Roughly the largest entries: a threshold from a sample, ties and all; exact counts matter only in the end."""
+    """Return a mask of roughly the largest entries, by a threshold from a sample.
+
+    Exact counts matter only at the end.
+    """
     if count == 0:
         return torch.ones_like(x, dtype=torch.bool)
     size = x.abs()
@@ -182,7 +204,7 @@ def _above(x: Tensor, count: int, protected: int) -> Tensor:
 
 
 def _sample(values: Tensor, columns: int) -> Tensor:
-    """Every so-manieth value, in steps that come by every column: a step that divides their number would see only some."""
+    """Take a strided sample. The stride is coprime to `columns`, so every column is sampled."""
     step = -(-len(values) // _SAMPLE)
     while math.gcd(step, columns) > 1:
         step += 1
@@ -190,7 +212,8 @@ def _sample(values: Tensor, columns: int) -> Tensor:
 
 
 def _smallest(values: Tensor, count: int) -> float:
-    """The count-th smallest value; on the CPU a partial sort by numpy is five times faster than torch's."""
+    """Return the count-th smallest value."""
     if values.device.type != "cpu":
         return float(values.kthvalue(count).values)
+    # On the CPU numpy's partial sort is five times faster than torch's.
     return float(np.partition(values.numpy(), count - 1)[count - 1])

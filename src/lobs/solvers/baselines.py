@@ -1,4 +1,4 @@
-"""The baselines that score, cut and compensate nothing: random, magnitude (LWC), OBD, ApoZW."""
+"""The baselines that score and cut without a refit: random, magnitude (LWC), OBD, ApoZW."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lobs.solvers import scores
 from lobs.errors import SolverError
-from lobs.solvers.masks import mask_from_order, removal_order
-from lobs.solvers.problem import Problem, choose_count, finish
-from lobs.solvers.solution import Solution
-from lobs.solvers.patterns.nbym import largest_of_groups, quota_of
-from lobs.targets import NByM, Target
+from lobs.solvers import scores
+from lobs.solvers.costs import ProblemShape
+from lobs.solvers.masks import choose_count, mask_from_order, removal_order
+from lobs.solvers.patterns import pattern_solver
+from lobs.solvers.problem import Problem
+from lobs.solvers.solution import Solution, finish
+from lobs.targets import Target
 
 _SCORES: dict[str, Callable[[Problem], Tensor]] = {
     "magnitude": scores.magnitude,
@@ -26,7 +27,14 @@ _SCORES: dict[str, Callable[[Problem], Tensor]] = {
 
 @dataclass(frozen=True)
 class Scored:
-    """Mask by score, weights untouched; n:m too. Time and memory of one sort of the layer; `seed` is for `random` alone."""
+    """Remove the lowest scores and leave the other weights as they are; n:m patterns too.
+
+    Takes time and memory of one sort of the layer.
+
+    Args:
+        score: "magnitude", "obd", "obd-fisher", "apozw" or "random".
+        seed: seed of `random`.
+    """
 
     score: str = "magnitude"
     seed: int = 0
@@ -39,11 +47,19 @@ class Scored:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Apozw needs the mean input, obd-fisher the loss's curvature."""
+        """The mean input for `apozw`, the loss's curvature for `obd-fisher`."""
         return frozenset({"apozw": ["mean"], "obd-fisher": ["curvature"]}.get(self.score, []))
 
+    def seconds(self, shape: ProblemShape) -> float:
+        """Estimate the time: a sort takes next to none."""
+        return 0.0
+
+    def bytes(self, shape: ProblemShape) -> int:
+        """Estimate the memory of solving one layer, its moments included."""
+        return shape.solving_bytes
+
     def __call__(self, problem: Problem, target: Target) -> Solution:
-        """Solve; see the class."""
+        """Return the solution."""
         values = (
             scores.random(problem, self.seed)
             if self.score == "random"
@@ -52,8 +68,9 @@ class Scored:
         shape = tuple(problem.weight.shape)
         order = removal_order(values, problem.protected)
         weight = problem.weight.to(torch.float64)
-        if isinstance(target, NByM):
-            return finish(problem, weight, largest_of_groups(values, quota_of(problem, target)))
+        pattern = pattern_solver(target)
+        if pattern is not None and pattern.mask_by_score is not None:
+            return finish(problem, weight, pattern.mask_by_score(problem, target, values))
 
         def solution_at(count: int) -> Solution:
             return finish(problem, weight, mask_from_order(order, count, shape))

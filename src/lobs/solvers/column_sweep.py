@@ -1,12 +1,13 @@
-"""One pass over the columns, in an order that all rows share: the quickest way to prune a wide layer, and the leanest.
+"""One pass over the columns in an order that all rows share: the fastest way for wide layers.
 
-One factor U of Ψ⁻¹ serves all rows: its j-th line says how the columns after j make up for the loss
-of column j (the idea of SparseGPT, Frantar and Alistarh 2023). A block of columns at a time loses
-its cheapest weights, then the rest of the matrix is brought up to date by one product. The pass
-cannot go back, so its weights are not the best on their support: those come from least squares, or
-on layers too wide for that from some steps of conjugate gradients. Time 4d³/3 for the factor and (1
-+ `steps`)·rows·d² multiply-adds; memory one d×d matrix, in place of Ψ where there is no room beside
-it, and some rows.
+One factor U of Ψ⁻¹ serves all rows. Its j-th row tells how the columns after j compensate for the
+loss of column j (the idea of SparseGPT, Frantar and Alistarh 2023). A block of columns at a time
+loses its cheapest weights. Then one product updates the rest of the matrix. The pass never goes
+back, so its weights are not optimal on their support. Least squares gives those, or a few steps of
+conjugate gradients on layers too wide for that.
+
+Time is 4d³/3 for the factor and (1 + `steps`)·rows·d² multiply-adds. Memory is one d×d matrix, in
+place of Ψ where both do not fit, and a strip of rows.
 """
 
 from __future__ import annotations
@@ -16,25 +17,29 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
-
-from lobs._system import memory
-from lobs.errors import SolverError
-from lobs.solvers.metric import Metric
-from lobs.solvers.problem import Problem, choose_count, finish
 from lobs._system.progress import track
-from lobs.solvers.solution import Solution
-from lobs.solvers.least_squares import on_support, sweep_dtype
+from lobs.errors import SolverError
+from lobs.solvers import linalg
+from lobs.solvers.costs import COSTS, ProblemShape
+from lobs.solvers.least_squares import approach_least_squares, on_support, sweep_dtype
+from lobs.solvers.masks import choose_count
+from lobs.solvers.metric import Metric
+from lobs.solvers.problem import Problem
+from lobs.solvers.solution import Solution, finish
 from lobs.targets import Target
 
-_ROWS_AT_A_TIME = 2**23  # elements of the rows that go through the columns together
+_STRIP = 2**23  # entries of the rows that pass through the columns together
 
 
 @dataclass(frozen=True)
 class ColumnSweep:
-    """The shared-order pass over columns, then `steps` of conjugate gradients on the support found.
+    """A pass over the columns in a shared order, then least squares on the support found.
 
-    `ridge` is what Ψ's diagonal gets, relative to itself: without it the pass follows noise.
+    Args:
+        block: columns that lose their cheapest weights together.
+        ridge: addition to Ψ's diagonal, relative to it. Without it the pass follows noise.
+        steps: steps of conjugate gradients on layers too wide for least squares.
+        needs: optional `Problem` fields that must be present: none.
     """
 
     block: int = 128
@@ -48,8 +53,20 @@ class ColumnSweep:
                 f"{self!r}: block must be at least 1, ridge positive, steps not negative."
             )
 
+    def seconds(self, shape: ProblemShape) -> float:
+        """Estimate the time of one pass on two cores."""
+        d, rows = shape.columns, shape.groups * shape.rows
+        factor = COSTS.factor * shape.groups * d**3 * 4 / 3
+        return (factor + COSTS.product * (1 + self.steps) * rows * d**2) / 1e9
+
+    def bytes(self, shape: ProblemShape) -> int:
+        """Estimate the memory of solving one layer, its moments included."""
+        if shape.single_copy:  # the moment, and weights and mask in single precision
+            return 4 * shape.columns**2 + 9 * shape.weights
+        return shape.solving_bytes
+
     def __call__(self, problem: Problem, target: Target) -> Solution:
-        """Solve; see the class."""
+        """Return the solution."""
         count = choose_count(
             problem,
             target,
@@ -59,54 +76,48 @@ class ColumnSweep:
         return self.at(problem, count)
 
     def at(self, problem: Problem, count: int) -> Solution:
-        """Remove exactly `count` weights."""
+        """Return the solution with exactly `count` weights removed."""
         shape = (len(problem.metrics), *problem.weight.shape[-2:])
         out = torch.empty(shape, dtype=problem.weight.dtype, device=problem.weight.device)
         mask = torch.ones(shape, dtype=torch.bool, device=out.device)
         quota = _Quota(count, problem.prunable)
-        for g, (metric, (weight, _)) in enumerate(
-            zip(problem.metrics, problem.groups, strict=True)
-        ):
-            self._group(problem, metric, weight, problem.importance[g], quota, mask[g], out[g])
+        for g in range(len(problem.metrics)):
+            self._group(problem, g, quota, mask[g], out[g])
         mask, out = mask.view(problem.weight.shape), out.view(problem.weight.shape)
-        if problem.ridge:  # too large for a solution in float64
+        if problem.ridge:  # too large for least squares in float64
             return finish(problem, out, mask, damping=max(m.damping for m in problem.metrics))
         near = torch.stack(
             [m.scaled(w) for m, w in zip(problem.metrics, out.view(shape), strict=True)]
         )
         return on_support(problem, mask, near)
 
-    def _group(
-        self,
-        problem: Problem,
-        metric: Metric,
-        weight: Tensor,
-        importance: Tensor,
-        quota: _Quota,
-        mask: Tensor,
-        out: Tensor,
-    ) -> None:
-        gram, free = (
-            metric.gram.to(sweep_dtype(metric, weight)),
-            weight.shape[-1] - problem.protected,
-        )
-        pieces = _pieces(weight)
+    def _group(self, problem: Problem, g: int, quota: _Quota, mask: Tensor, out: Tensor) -> None:
+        """Solve group `g` into `mask` and `out`."""
+        metric, weight = problem.metrics[g], problem.groups[g][0]
+        importance, free = problem.importance[g], weight.shape[-1] - problem.protected
+        gram = metric.gram.to(sweep_dtype(metric, weight))
+        strips = _strips(weight)
         with (
-            memory.scratch(gram) as fresh,
-            track(f"columns {problem.name}", len(pieces)) as advance,
+            problem.context.scratch(gram) as fresh,
+            track(f"columns {problem.name}", len(strips)) as advance,
         ):
             factor = linalg.upper_factor_of_inverse(fresh(), self.ridge)
-            for rows in pieces:
+            for rows in strips:
                 v = metric.scaled(weight[rows]).to(gram)
                 self._pass(v, factor, importance[rows].to(v), free, quota, mask[rows])
                 out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
                 advance(1)
             del factor
-        if not problem.ridge:
-            return
-        for rows in pieces if self.steps else ():
+        if problem.ridge and self.steps:
+            self._refit(metric, gram, weight, mask, out)
+
+    def _refit(
+        self, metric: Metric, gram: Tensor, weight: Tensor, mask: Tensor, out: Tensor
+    ) -> None:
+        """Improve `out` on its support, in place and strip by strip."""
+        for rows in _strips(weight):
             start = metric.scaled(out[rows])
-            v = linalg.conjugate_gradients(
+            v = approach_least_squares(
                 gram, metric.scaled(weight[rows]), mask[rows], start, steps=self.steps
             )
             out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
@@ -114,20 +125,16 @@ class ColumnSweep:
     def _pass(
         self, v: Tensor, factor: Tensor, importance: Tensor, free: int, quota: _Quota, mask: Tensor
     ) -> None:
-        """Take some rows, in equilibrated units, from the first column to the last, in place."""
+        """Take a strip of rows, in equilibrated units, through all columns, in place."""
         pivot = factor.diagonal()
         for left in range(0, free, self.block):
             right = min(free, left + self.block)
             cost = (v[:, left:right] / pivot[left:right]).square() * importance.unsqueeze(1)
             gone = cost.flatten().argsort(stable=True)[: quota.take(cost.numel())]
-            mask[:, left:right] = (
-                torch.ones_like(cost, dtype=torch.bool)
-                .flatten()
-                .index_fill_(0, gone, False)
-                .view_as(cost)
-            )
+            kept = torch.ones_like(cost, dtype=torch.bool).flatten()
+            mask[:, left:right] = kept.index_fill_(0, gone, False).view_as(cost)
             owed = torch.zeros_like(cost)
-            here = v[:, left:right]  # a view: what changes here changes there
+            here = v[:, left:right]  # a view of v
             for j in range(right - left):
                 owed[:, j] = torch.where(mask[:, left + j], 0.0, here[:, j] / pivot[left + j])
                 here[:, j:] -= owed[:, j, None] * factor[left + j, left + j : right]
@@ -137,7 +144,7 @@ class ColumnSweep:
 
 @dataclass
 class _Quota:
-    """So many of so many, handed out in proportion and exactly in all."""
+    """`count` removals of `total` weights, dealt in proportion and exact in sum."""
 
     count: int
     total: int
@@ -145,12 +152,13 @@ class _Quota:
     taken: int = 0
 
     def take(self, size: int) -> int:
+        """Return how many of the next `size` weights go."""
         self.seen += size
         now = self.count * self.seen // max(1, self.total) - self.taken
         self.taken += now
         return now
 
 
-def _pieces(weight: Tensor) -> list[slice]:
-    step = max(1, _ROWS_AT_A_TIME // weight.shape[1])
+def _strips(weight: Tensor) -> list[slice]:
+    step = max(1, _STRIP // weight.shape[1])
     return [slice(start, start + step) for start in range(0, weight.shape[0], step)]

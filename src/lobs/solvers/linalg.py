@@ -1,4 +1,4 @@
-"""Factorisations, least squares on a support, sums of squares: the only file that calls `torch.linalg`."""
+"""Factorisations, norms and sums of squares. No other file calls `torch.linalg`."""
 
 from __future__ import annotations
 
@@ -11,40 +11,57 @@ from torch import Tensor
 
 from lobs.errors import ProblemError
 
-# Added to a diagonal of ones until it can be factorised.
+# Added to a diagonal of ones, one after another, until it can be factorised.
 _RIDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
-# Columns that are factorised at a time where the rest can be matrix products.
-_PANEL = 32
-# Rows and columns from which a singular value decomposition takes minutes.
-_LARGE = 1024
-# How many numbers are squared at a time, which stay in the cache; below which sum squares have lost
-# digits in float32.
-_PIECE, _LEAST = 2**20, 1e-30
+_PANEL = 32  # columns factorised at a time, so that the rest is matrix products
+_LARGE = 1024  # rows and columns from which a singular value decomposition takes minutes
+_PIECE = 2**20  # numbers squared at a time, so that they stay in the cache
+_UNDERFLOW = 1e-30  # sums of float32 squares below this have lost digits
+_STRIP = 2**23  # numbers processed at a time where a copy of the whole would be too large
+
+
+def strip_size(width: int) -> int:
+    """Return how many rows of `width` numbers are processed together."""
+    return max(1, _STRIP // max(1, width))
+
+
+def largest_entry(tensor: Tensor) -> float:
+    """Return the largest absolute entry without a copy; infinity where one is not finite."""
+    if not tensor.numel():
+        return 0.0
+    low, high = float(tensor.amin()), float(tensor.amax())
+    return max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.inf
 
 
 def squares(lines: Tensor) -> Tensor:
-    """Σx² of every row, in float64, from sums in float32 where those can hold it: a tenth of the time, 1e-7 off."""
+    """Return Σx² of every row in float64.
+
+    Sums are taken in float32 where that can hold them: a tenth of the time, and 1e-7 off.
+    """
     exact = lines.dtype == torch.float64
     y = lines if exact else lines.to(torch.float32)
     found = y.square().sum(dim=1).to(torch.float64)
-    lost = ~torch.isfinite(found) | (found < _LEAST)
+    lost = ~torch.isfinite(found) | (found < _UNDERFLOW)
     if not exact and bool(lost.any()):
         found[lost] = y[lost].to(torch.float64).square().sum(dim=1)
     return found
 
 
 def energy(x: Tensor) -> float:
-    """Σx² of all of a tensor."""
+    """Return Σx² of a whole tensor."""
     return sum(float(squares(piece.unsqueeze(0))) for piece in torch.split(x.reshape(-1), _PIECE))
 
 
 def rank(moment: Tensor) -> int:
-    """How many independent directions a moment has above the noise of float32 products."""
+    """Return the rank of a moment above the noise of float32 products."""
     return int(torch.linalg.matrix_rank(moment.to(torch.float64), rtol=1e-6, hermitian=True))
 
 
 def spectral_norm(matrix: Tensor) -> float:
-    """Largest singular value; of large matrices a number that is no less: √(‖A‖₁‖A‖∞) or ‖A‖_F, whichever is closer."""
+    """Return the largest singular value, or for large matrices an upper bound.
+
+    The bound is √(‖A‖₁‖A‖∞) or ‖A‖_F, whichever is smaller.
+    """
     if min(matrix.shape) <= _LARGE:
         return float(torch.linalg.matrix_norm(matrix.to(torch.float64), ord=2))
     sizes = [matrix.abs().sum(dim=dim, dtype=torch.float64).max() for dim in (0, 1)]
@@ -52,24 +69,26 @@ def spectral_norm(matrix: Tensor) -> float:
 
 
 def frobenius_norm(matrix: Tensor) -> float:
-    """Root of the sum of squares, in float64, without a copy of the whole."""
+    """Return the root of the sum of squares, in float64, without a copy of the whole."""
     lines = torch.split(matrix.reshape(-1, matrix.shape[-1]), 1024)
     return math.sqrt(sum(float(some.to(torch.float64).square().sum()) for some in lines))
 
 
 def inverses(grams: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert a batch of symmetric matrices, and say which were positive definite; the inverses of others mean nothing."""
+    """Return the inverses of symmetric matrices, and which of them were positive definite.
+
+    The inverses of the others are meaningless.
+    """
     factor, info = torch.linalg.cholesky_ex(grams)
-    if bool(info.any()):  # what is no factor cannot be inverted; its place is kept
-        factor = torch.where(
-            (info == 0)[:, None, None], factor, torch.eye(grams.shape[-1]).to(factor)
-        )
+    if bool(info.any()):  # an identity takes the place of each failed factor
+        eye = torch.eye(grams.shape[-1]).to(factor)
+        factor = torch.where((info == 0)[:, None, None], factor, eye)
     inverse = torch.cholesky_inverse(factor)
     return inverse, (info == 0) & torch.isfinite(inverse).all(dim=-1).all(dim=-1)
 
 
 def solve_blocks(block: Tensor, target: Tensor) -> Tensor:
-    """Solve B x = t for a batch of symmetric blocks; one that is singular gets its minimum-norm solution."""
+    """Solve B x = t for a batch of symmetric blocks; singular ones by the minimum norm."""
     factor, info = torch.linalg.cholesky_ex(block)
     solved = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
     for row in info.nonzero().flatten().tolist():
@@ -77,37 +96,11 @@ def solve_blocks(block: Tensor, target: Tensor) -> Tensor:
     return solved
 
 
-def conjugate_gradients(
-    gram: Tensor, weight: Tensor, mask: Tensor, start: Tensor, *, steps: int, tolerance: float = 0.0
-) -> Tensor:
-    """Approach least squares on a support for all rows at once from `start`: one product of rows·d² a step.
-
-    `gram` may carry a leading group dimension. Ends early when every row's gradient has fallen by
-    `tolerance`.
-    """
-    v = torch.where(mask, start, 0.0)
-    residual = torch.where(mask, (weight - v) @ gram, 0.0)
-    direction = residual
-    size = first = residual.square().sum(dim=-1, keepdim=True)
-    tiny = torch.finfo(gram.dtype).tiny
-    for _ in range(steps):
-        if bool((size <= tolerance**2 * first).all()):
-            break
-        image = torch.where(mask, direction @ gram, 0.0)
-        step = size / (direction * image).sum(dim=-1, keepdim=True).clamp_min(tiny)
-        v = v + step * direction
-        residual = residual - step * image
-        size, before = residual.square().sum(dim=-1, keepdim=True), size
-        direction = residual + size / before.clamp_min(tiny) * direction
-    return v
-
-
 def equilibrate(moment: Tensor, ridge: float) -> Tensor:
-    """Bring a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq.
+    """Scale a moment (d, d) to a diagonal of 1 + ridge, in place, and return the scale √Ψ_qq.
 
-    Columns that are dead or nearly so have a scale of a thousandth of the mean at least: their own
-    energy then counts for less than the ridge, and nobody gives them enormous weights. For matrices
-    of which one more copy would not fit.
+    The scale is at least a thousandth of the mean. The energy of a nearly dead column is then below
+    the ridge, so no solver gives it an enormous weight.
     """
     energy = moment.diagonal().clamp_min(0.0).clone()
     floor = max(1e-6 * float(energy.mean()), torch.finfo(moment.dtype).tiny)
@@ -118,7 +111,13 @@ def equilibrate(moment: Tensor, ridge: float) -> Tensor:
 
 
 def ridge_inverse(gram: Tensor, penalty: float, *, overwrite: bool = False) -> Tensor:
-    """(G + ρI)⁻¹ in G's precision, with a leading group dimension or without; in G's own memory if that may be overwritten."""
+    """Return (G + ρI)⁻¹ in G's precision.
+
+    Args:
+        gram: G, (d, d) or (groups, d, d).
+        penalty: ρ.
+        overwrite: reuse G's memory for the result.
+    """
     out = gram if overwrite else gram.clone()
     out.diagonal(dim1=-2, dim2=-1).add_(penalty)
     if gram.dim() == 3 and len(gram) != 1:
@@ -131,7 +130,7 @@ def ridge_inverse(gram: Tensor, penalty: float, *, overwrite: bool = False) -> T
 
 
 def try_ridge_inverse(gram: Tensor, penalty: float) -> Tensor | None:
-    """(G + ρI)⁻¹, or None where rounding has made it indefinite; G is lost."""
+    """Return (G + ρI)⁻¹, or None where rounding has made it indefinite; G is overwritten."""
     try:
         inverse = ridge_inverse(gram, penalty, overwrite=True)
     except ProblemError:
@@ -140,7 +139,7 @@ def try_ridge_inverse(gram: Tensor, penalty: float) -> Tensor | None:
 
 
 def ridge_solve_in_place(gram: Tensor, right: Tensor) -> Tensor:
-    """R G⁻¹ for a positive definite G, which is lost, row by row."""
+    """Return R G⁻¹ for a positive definite G, which is overwritten."""
     factor = _factor_in_place(gram)
     return torch.cat(
         [torch.cholesky_solve(rows.mT, factor).mT for rows in torch.split(right, 1024)]
@@ -148,13 +147,14 @@ def ridge_solve_in_place(gram: Tensor, right: Tensor) -> Tensor:
 
 
 def upper_factor_of_inverse(gram: Tensor, penalty: float) -> Tensor:
-    """The upper Cholesky factor U of (G + ρI)⁻¹ = UᵀU, in G's own memory."""
+    """Return the upper Cholesky factor U of (G + ρI)⁻¹ = UᵀU, in G's memory."""
     inverse = ridge_inverse(gram, penalty, overwrite=True)
     return _factor_in_place(inverse).mT
 
 
 def _factor_in_place(matrix: Tensor) -> Tensor:
-    """The lower Cholesky factor, in the matrix's own memory: LAPACK wants columns, of which a symmetric matrix has enough."""
+    """Return the lower Cholesky factor in the matrix's own memory."""
+    # LAPACK works on columns; a symmetric matrix is its own transpose.
     columns, info = matrix.mT, torch.empty((), dtype=torch.int32, device=matrix.device)
     torch.linalg.cholesky_ex(columns, out=(columns, info))
     _check_definite(int(info), len(matrix))
@@ -162,29 +162,35 @@ def _factor_in_place(matrix: Tensor) -> Tensor:
 
 
 def _check_definite(info: int, columns: int) -> None:
-    """Raise where a factorisation says that it could not go on."""
+    """Raise where a factorisation reports a failure."""
     if info:
         raise ProblemError(
-            f"a moment of {columns} columns is not positive definite from column {info} on. Use "
-            "more data, or damping."
+            f"a moment of {columns} columns is not positive definite from column {info} on. "
+            "Use more data, or damping."
         )
 
 
 def ridge_solve(moment: Tensor, right: Tensor, penalty: float) -> Tensor:
-    """R (M + λI)⁻¹ in float64."""
+    """Return R (M + λI)⁻¹ in float64.
+
+    Args:
+        moment: M.
+        right: R.
+        penalty: λ.
+    """
     m = moment.to(torch.float64)
     damped = m + penalty * torch.eye(len(m), dtype=m.dtype, device=m.device)
     return torch.cholesky_solve(right.mT, torch.linalg.cholesky(damped)).mT
 
 
 def unexplained(gram: Tensor, support: Tensor) -> Tensor:
-    """Which share of every column's energy the (other) columns of a support cannot explain; at least 1e-7."""
+    """Return the share of each column's energy that the support's other columns cannot explain.
+
+    It is at least 1e-7.
+    """
     lines = gram.index_select(0, support)
     factor, info = torch.linalg.cholesky_ex(lines.index_select(1, support))
-    if (
-        int(info) != 0
-        # rounded to float32 a nearly singular matrix may be none: what it lacks is within the rounding
-    ):
+    if int(info) != 0:  # rounding to float32 can make a nearly singular matrix indefinite
         lines = lines.double()
         for ridge in _RIDGES:
             square = lines.index_select(1, support)
@@ -200,10 +206,10 @@ def unexplained(gram: Tensor, support: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Eliminated:
-    """A batch of least-squares problems with the variables F taken out: they take their best values whatever the others do.
+    """A batch of least-squares problems whose variables F were eliminated at their best values.
 
-    Holds the Cholesky factor L of G_FF (of `factor` only the lower triangle counts) and Y =
-    L⁻¹[G_FU c_F], for others U and linear terms c.
+    Holds the Cholesky factor L of G_FF and Y = L⁻¹[G_FU c_F], for the other variables U and linear
+    terms c. Only the lower triangle of `factor` is defined.
     """
 
     factor: Tensor
@@ -211,10 +217,10 @@ class Eliminated:
 
     @classmethod
     def from_lines(cls, lines: Tensor) -> Eliminated | None:
-        """From G_FF over [G_FU c_F]ᵀ, (rows, f + u + 1, f), which is overwritten; None where float32 cannot hold a G_FF.
+        """Eliminate F from G_FF over [G_FU c_F]ᵀ, (rows, f + u + 1, f), which is overwritten.
 
-        Some columns at a time, so that nearly all of the work is matrix products: LAPACK's Cholesky
-        and triangular solves take up to half as long again on matrices of this size.
+        Returns None where float32 cannot represent a G_FF. Works on panels of columns, so that
+        nearly all of it is matrix products. LAPACK takes up to half as long again at this size.
         """
         f = lines.shape[2]
         eye = torch.eye(_PANEL, dtype=lines.dtype, device=lines.device).expand(len(lines), -1, -1)
@@ -232,19 +238,19 @@ class Eliminated:
         if not bool(held.all()):
             if lines.dtype == torch.float64:
                 raise ProblemError(
-                    "a row's own part of a moment is not positive definite. Use more data, or "
-                    "damping."
+                    "a row's own part of a moment is not positive definite. "
+                    "Use more data, or damping."
                 )
             return None
         return cls(lines[:, :f], lines[:, f:].mT)
 
     @property
     def explained(self) -> Tensor:
-        """What F explains of the others' energies and linear terms: [G_UF c_F]ᵀ G_FF⁻¹ [G_FU c_F]."""
+        """What F explains of the other variables: [G_UF c_F]ᵀ G_FF⁻¹ [G_FU c_F]."""
         return self.y.mT @ self.y
 
     def values(self, others: Tensor) -> Tensor:
-        """F's best values, (rows, f), given the others'."""
+        """Return the best values of F, (rows, f), given those of the other variables."""
         right = self.y[:, :, -1:] - self.y[:, :, :-1] @ others.to(self.y).unsqueeze(2)
         solved: Tensor = torch.linalg.solve_triangular(self.factor.mT, right, upper=True)
         return solved.squeeze(2)
@@ -257,12 +263,15 @@ def inverse_on_supports(gram: Tensor, kept: Tensor) -> Tensor:
 
 
 def block_costs(blocks: Tensor, weight: Tensor) -> Tensor:
-    """w_B [A_BB]⁻¹ w_Bᵀ summed over rows, for blocks (…, k, k) and weights (…, rows, k): what removing each block costs."""
+    """Return the cost of removing each block: w_B [A_BB]⁻¹ w_Bᵀ summed over rows.
+
+    `blocks` are (…, k, k) and `weight` is (…, rows, k).
+    """
     return solve_lower(blocks, weight.mT).square().sum(dim=(-2, -1))
 
 
 def solve_lower(matrix: Tensor, right: Tensor) -> Tensor:
-    """L⁻¹R for the Cholesky factor L of a positive definite matrix; the whole loss of a block is a square in these terms."""
+    """Return L⁻¹R for the Cholesky factor L of a positive definite matrix."""
     solved: Tensor = torch.linalg.solve_triangular(
         torch.linalg.cholesky(matrix), right, upper=False
     )
@@ -270,22 +279,22 @@ def solve_lower(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def substitute(matrix: Tensor, right: Tensor) -> Tensor:
-    """L⁻¹r for a batch of matrices (…, n, n), of which only the lower triangle L counts, and vectors (…, n)."""
+    """Return L⁻¹r for the lower triangles L of matrices (…, n, n) and vectors r (…, n)."""
     solved: Tensor = torch.linalg.solve_triangular(matrix, right.unsqueeze(-1), upper=False)
     return solved.squeeze(-1)
 
 
 def spd_solver(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """Factorise a symmetric positive definite M once; the result maps B to B M⁻¹."""
+    """Factorise a symmetric positive definite M once; return the map from B to B M⁻¹."""
     factor = torch.linalg.cholesky(matrix)
     return lambda right: torch.cholesky_solve(right.mT, factor).mT
 
 
 def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
-    """Invert Ψ by the paper's recursion: A ← A − (A y yᵀ A)/(n + yᵀ A y) from A = αI; ends at (Ψ + I/α)⁻¹.
+    """Invert Ψ by the paper's recursion: A ← A − (A y yᵀ A)/(n + yᵀ A y), from A = αI.
 
-    Kept as the bridge to the paper (`lobs.solvers.metric.metric` with λ = 1/α is the same matrix at
-    a fraction of the cost).
+    The result is (Ψ + I/α)⁻¹. `lobs.solvers.metric.metric` with λ = 1/α gives the same matrix at a
+    fraction of the cost; this one is kept to check that.
     """
     n, d = samples.shape
     a = torch.eye(d, dtype=torch.float64, device=samples.device) * alpha

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from lobs.errors import TargetError
-from lobs.targets import NByM
+from lobs.errors import SolverError, TargetError
+from lobs.solvers.problem import Problem
+from lobs.targets import Budget, ErrorBudget, NByM, Sparsity, Target
 
 
 def removal_order(scores: Tensor, protected: int = 0) -> Tensor:
-    """Flat positions from the least to the most important, without the last `protected` columns.
+    """Return flat positions from least to most important, without the last `protected` columns.
 
     Ties go in order of position, so results repeat.
     """
@@ -22,14 +23,14 @@ def removal_order(scores: Tensor, protected: int = 0) -> Tensor:
     return free[torch.sort(scores.flatten()[free], stable=True).indices]
 
 
-def joined(masks: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both sets of masks by name; where both speak of one parameter, what either removes is removed."""
-    both = {name: masks[name] & more[name] for name in masks.keys() & more.keys()}
-    return {**masks, **more, **both}
-
-
 def mask_from_order(order: Tensor, count: int, shape: tuple[int, ...]) -> Tensor:
-    """Keep everything but the first `count` positions of an order of removal."""
+    """Return the mask that keeps all but the first `count` positions of a removal order.
+
+    Args:
+        order: flat positions, the first to go first.
+        count: number of positions to remove.
+        shape: shape of the mask.
+    """
     total = int(torch.Size(shape).numel())
     if not 0 <= count <= len(order):
         raise TargetError(f"cannot remove {count} of {len(order)} prunable weights.")
@@ -38,18 +39,60 @@ def mask_from_order(order: Tensor, count: int, shape: tuple[int, ...]) -> Tensor
     return mask.view(shape)
 
 
+def choose_count(
+    problem: Problem, target: Target, error_at: Callable[[int], float], *, step: int = 1
+) -> int:
+    """Return how many weights to remove: the target's fraction, or the most within its error.
+
+    The search assumes that the error grows with the count, as the greedy's does. For other solvers
+    it grows up to noise: the count found is within the limit, though a larger one might be too.
+
+    Args:
+        problem: the layer problem.
+        target: a `Sparsity` or an `ErrorBudget`.
+        error_at: the error with a number of weights removed.
+        step: counts are multiples of it, for solvers to which every trial is expensive.
+    """
+    match target:
+        case Sparsity():
+            return target.count(problem.prunable)
+        case ErrorBudget():
+            limit = target.limit(problem.energy)
+            low, high = 0, problem.prunable // step
+            while low < high:
+                middle = (low + high + 1) // 2
+                if error_at(middle * step) <= limit:
+                    low = middle
+                else:
+                    high = middle - 1
+            return low * step
+        case Budget():
+            raise TargetError(
+                f"{problem.name}: a Budget is for a whole network; a single layer takes Sparsity "
+                "or ErrorBudget."
+            )
+    raise SolverError(
+        f"{problem.name}: this solver is not compatible with {target!r}. Use solver='auto' or "
+        "solver='greedy'."
+    )
+
+
+def joined(masks: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the union of two sets of named masks; a weight that either removes is removed."""
+    both = {name: masks[name] & more[name] for name in masks.keys() & more.keys()}
+    return {**masks, **more, **both}
+
+
 def broken_groups(weight: Tensor, target: NByM) -> int:
-    """How many groups of an n:m pattern have more non-zeros than their n; rows first, convolutions with their kernels last."""
+    """Count the groups of an n:m pattern with more than n non-zeros.
+
+    `weight` has its rows first and the kernel positions of a convolution last.
+    """
     rows = weight.detach().reshape(len(weight), -1)
-    group = torch.tensor(
-        target.groups(rows.shape[1], math.prod(weight.shape[2:])), device=rows.device
-    )
+    positions = math.prod(weight.shape[2:])
+    group = torch.tensor(target.groups(rows.shape[1], positions), device=rows.device)
     sizes = group.bincount()
-    kept = torch.zeros(len(rows), len(sizes), dtype=torch.int64, device=rows.device).index_add_(
-        1, group, (rows != 0).long()
-    )
-    return int(
-        (
-            kept > torch.tensor([n - target.quota(n) for n in sizes.tolist()], device=rows.device)
-        ).sum()
-    )
+    kept = torch.zeros(len(rows), len(sizes), dtype=torch.int64, device=rows.device)
+    kept.index_add_(1, group, (rows != 0).long())
+    most = torch.tensor([n - target.quota(n) for n in sizes.tolist()], device=rows.device)
+    return int((kept > most).sum())

@@ -1,10 +1,10 @@
-"""A layer's moment made ready for solving: equilibrated, damped where it must be, inverted.
+"""Prepare a layer's moment for solving: equilibrate, damp where necessary, invert.
 
-Everything is done in float64 on the *equilibrated* moment C = S⁻¹(Ψ + λI)S⁻¹, S = diag(√(Ψ_qq +
-λ)). That is the same problem in other units (weights w·s): losses do not change, but a column that
-is nearly dead, or a moment of size 1e30, no longer decides the precision of all the others.
-`1/[C⁻¹]_qq` is then the share of column q's energy that the other columns cannot explain, which
-makes "singular" a number a person can read.
+All of it is done in float64 on the *equilibrated* moment C = S⁻¹(Ψ + λI)S⁻¹ with
+S = diag(√(Ψ_qq + λ)). That is the same problem in other units (weights w·s). Losses do not change,
+but a nearly dead column or a moment of size 1e30 no longer decides the precision of the others.
+`1/[C⁻¹]_qq` is the share of column q's energy that the other columns cannot explain. It measures
+how close to singular Ψ is.
 """
 
 from __future__ import annotations
@@ -15,52 +15,54 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lobs.solvers import linalg
 from lobs.errors import ProblemError, caution
+from lobs.solvers import linalg
 
-# A column less than this share independent of the others is noise: moments are sums of float32
-# products.
+# A column with a smaller independent share is noise: moments are sums of float32 products.
 _LEAST_INDEPENDENT = 1e-7
-# Columns that are collinear but nearly dead (an image's border) need next to nothing; a moment of
-# few samples needs more.
+# Trial dampings, relative to the mean energy. Collinear but nearly dead columns (an image's border)
+# need the first; a moment of few samples needs more.
 _LADDER = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-# From so many samples a column on Ψ is taken at its word; with fewer, its quiet directions are
-# accidents of the samples, and weights fitted to them fail on new data. Both constants by
-# benchmarks/few_samples.py.
+# Samples per column from which Ψ is used undamped. With fewer, its weak directions are accidents of
+# the sample, and weights fitted to them fail on new data. The damping is a share of the mean
+# energy. All three constants come from benchmarks/few_samples.py.
 _ENOUGH = 10
 _FOR_ONE_A_COLUMN, _FOR_HARDLY_ANY = 0.03, 0.3
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One moment made ready for solving: its equilibrated form, that form's inverse, and how it was helped."""
+    """One moment prepared for solving.
+
+    Args:
+        gram: the equilibrated moment.
+        scale: the factor of each column.
+        damping: λ, in Ψ's units.
+        least: lower bound of `independence`, where the inverse is not worth its memory.
+        known_inverse: the inverse of `gram`, where it is kept.
+    """
 
     gram: Tensor
     scale: Tensor
     damping: float
-    least: float | None = (
-        # what independence is known to be at least, where the inverse was not worth its memory
-        None
-    )
+    least: float | None = None
     known_inverse: Tensor | None = field(default=None, repr=False)
 
     @property
     def inverse(self) -> Tensor:
         """The inverse of `gram`, computed anew where it is not kept."""
-        return (
-            linalg.ridge_inverse(self.gram, 0.0)
-            if self.known_inverse is None
-            else self.known_inverse
-        )
+        if self.known_inverse is None:
+            return linalg.ridge_inverse(self.gram, 0.0)
+        return self.known_inverse
 
     @property
     def independence(self) -> float:
-        """Smallest share of any column's energy that the others cannot explain, between 0 and 1."""
+        """Smallest share of any column's energy that the others cannot explain, in [0, 1]."""
         return 1.0 / float(self.inverse.diagonal().max()) if self.least is None else self.least
 
     @property
     def sound(self) -> bool:
-        """Whether every column says more than rounding noise."""
+        """Whether every column is independent above rounding noise."""
         return self.independence >= _LEAST_INDEPENDENT
 
     def scaled(self, weight: Tensor) -> Tensor:
@@ -68,12 +70,19 @@ class Metric:
         return weight.to(self.gram.dtype) * self.scale
 
     def unscaled(self, scaled: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-        """Return to the layer's own units; kept weights on dead inputs, which have no scale, stay as they were."""
+        """Return weights in the layer's own units.
+
+        Kept weights on dead inputs, which have no scale, and rows that lost nothing stay unchanged.
+
+        Args:
+            scaled: the new weights in equilibrated units.
+            weight: the weights before.
+            mask: True where a weight is kept.
+        """
         dead = self.scale == 0
-        same = dead | mask.all(dim=-1, keepdim=True)  # rows that lost nothing come back to the bit
-        out = torch.where(
-            same, weight.to(self.gram.dtype), scaled / torch.where(dead, 1.0, self.scale)
-        )
+        same = dead | mask.all(dim=-1, keepdim=True)
+        restored = scaled / torch.where(dead, 1.0, self.scale)
+        out = torch.where(same, weight.to(self.gram.dtype), restored)
         return torch.where(mask, out, 0.0)
 
 
@@ -88,12 +97,20 @@ def metric(
 ) -> Metric:
     """Equilibrate and invert Ψ + λI.
 
-    `damping` is λ, in Ψ's own units. With `None`, λ is 0 where Ψ is well-determined and of enough
-    `samples`. Where there are few, and no `first`, it is `few_samples` × the mean energy of all but
-    `protected` columns. Where Ψ is singular all the same, the smallest of (1e-9, 1e-6, 1e-5, …) ×
-    mean(diag Ψ), and not less than `first`, that mends that. That, and fewer samples than columns,
-    is announced by a `NumericalWarning`. Dead columns (Ψ_qq = 0) need no damping: they get scale 0,
-    so deleting them costs exactly nothing. Costs d³ flops and three d×d float64 matrices.
+    Takes d³ flops and three d×d float64 matrices. A dead column (Ψ_qq = 0) needs no damping: it
+    gets scale 0, so its removal costs nothing.
+
+    Args:
+        moment: Ψ, (d, d).
+        damping: λ in Ψ's units. None means 0 where Ψ is well-determined and has enough samples.
+            With few samples and no `first`, it means `few_samples` × the mean energy of all but
+            the `protected` columns. Where Ψ is still singular, it means the smallest of
+            (1e-9, 1e-6, 1e-5, …) × mean(diag Ψ) that suffices, and at least `first`. The last case,
+            and fewer samples than columns, raise a `NumericalWarning`.
+        first: smallest damping where damping is necessary.
+        protected: trailing columns that hold the constant 1 of a bias.
+        name: the layer's name in messages.
+        samples: number of samples in Ψ; None if unknown.
     """
     return metrics(
         moment.unsqueeze(0), damping, first=first, protected=protected, name=name, samples=samples
@@ -109,7 +126,10 @@ def metrics(
     name: str = "layer",
     samples: int | None = None,
 ) -> list[Metric]:
-    """`metric` for every group of a layer: all at once where none needs help, and one warning for all that do."""
+    """Return `metric` of every group, with one warning for all groups that were regularised.
+
+    See `metric` for the parameters; `moments` is (groups, d, d).
+    """
     psi = moments.to(torch.float64)
     if psi.shape[-1] > protected and not bool(own_energy(psi, protected).any()):
         seen = "" if samples is None else f" of {samples} samples"
@@ -121,36 +141,39 @@ def metrics(
     if damping is not None:
         given = _try(psi, [damping] * len(psi))
         return [_given(p, m, damping, name) for p, m in zip(psi, given, strict=True)]
-    # Who says where damping starts is not second-guessed: the published method is damped as
-    # published.
+    # With `first` given, damping starts there: the published method is damped as published.
     share = 0.0 if first else few_samples(psi.shape[-1], samples)
     start = (share * own_energy(psi, protected)).tolist()
     found = _try(psi, start)
     few = samples is not None and samples < psi.shape[-1]
-    chosen, helped = [], []
+    chosen, regularised = [], []
     for g, tried in enumerate(found):
         sound = tried if tried is not None and tried.sound else None
         chosen.append(sound or _climb(psi[g], max(first, start[g]), name))
         if chosen[g].damping > 0 and (few or sound is None):
-            helped.append(g)
-    if helped:
-        worst = max(helped, key=lambda g: chosen[g].damping)
-        where = f" in {len(helped)} of {len(psi)} groups" if len(psi) > 1 else ""
+            regularised.append(g)
+    if regularised:
+        worst = max(regularised, key=lambda g: chosen[g].damping)
+        where = f" in {len(regularised)} of {len(psi)} groups" if len(psi) > 1 else ""
         caution(
-            _helped(psi[worst], chosen[worst].damping, name, samples, where), f"{name} is singular"
+            _singular_message(psi[worst], chosen[worst].damping, name, samples, where),
+            f"{name} is singular",
         )
     return chosen
 
 
 def few_samples(columns: int, samples: int | None) -> float:
-    """The share of its energy that a column is damped with where samples are few; 0 from ten a column on, or if unknown."""
+    """Return the damping for few samples, as a share of the mean energy.
+
+    It is 0 from ten samples per column on, or if their number is unknown.
+    """
     if samples is None or samples >= _ENOUGH * columns:
         return 0.0
     return min(_FOR_HARDLY_ANY, _FOR_ONE_A_COLUMN * columns / max(1, samples))
 
 
 def own_energy(moment: Tensor, protected: int) -> Tensor:
-    """Mean energy of the inputs, without the constant 1 of a bias, whose energy says nothing about theirs."""
+    """Return the mean energy of the inputs, without the constant 1 of a bias."""
     energy = moment.diagonal(dim1=-2, dim2=-1)
     return energy[..., : max(1, energy.shape[-1] - protected)].mean(dim=-1)
 
@@ -166,7 +189,7 @@ def _given(psi: Tensor, found: Metric | None, damping: float, name: str) -> Metr
 
 
 def _climb(psi: Tensor, first: float, name: str) -> Metric:
-    """The least damping on the ladder that makes Ψ well-determined."""
+    """Return the metric with the least damping on the ladder that makes Ψ well-determined."""
     size = float(psi.diagonal().mean())
     for step in _LADDER:
         (found,) = _try(psi.unsqueeze(0), [max(step * size, first)])
@@ -179,8 +202,8 @@ def _climb(psi: Tensor, first: float, name: str) -> Metric:
 
 
 def _try(psi: Tensor, damping: Sequence[float]) -> list[Metric | None]:
-    """Every group's metric with its damping; None where Ψ + λI is not positive definite."""
-    # A dead column costs nothing to delete, whatever the damping that others need.
+    """Return every group's metric with its damping; None where Ψ + λI is indefinite."""
+    # A dead column costs nothing to remove, whatever the damping of the others.
     energy = psi.diagonal(dim1=-2, dim2=-1)
     energy = torch.where(energy == 0, 0.0, energy + energy.new_tensor(damping).unsqueeze(-1))
     scale = energy.clamp_min(0.0).sqrt()
@@ -192,16 +215,20 @@ def _try(psi: Tensor, damping: Sequence[float]) -> list[Metric | None]:
     return [Metric(g, s, lam, known_inverse=a) if ok else None for g, a, s, lam, ok in each]
 
 
-def _helped(psi: Tensor, damping: float, name: str, samples: int | None, where: str) -> str:
+def _singular_message(
+    psi: Tensor, damping: float, name: str, samples: int | None, where: str
+) -> str:
     d = len(psi)
-    # The rank is only for the message: not worth an eigendecomposition of a large matrix.
+    # The rank is for the message only: not worth an eigendecomposition of a large matrix.
     known = f"rank {linalg.rank(psi)} of {d}" if d <= 1024 else f"{d} columns"
     seen = "" if samples is None else f"; {samples} samples"
     few = samples is not None and samples < d
-    advice = (
-        "With so few samples the layer's error says little about new data: use more."
-        if few
-        else "Normal where inputs are dead or duplicated; otherwise use more data, or set damping yourself."
-    )
+    if few:
+        advice = "With so few samples the layer's error says little about new data: use more."
+    else:
+        advice = (
+            "Normal where inputs are dead or duplicated; otherwise use more data, or set damping "
+            "yourself."
+        )
     singular = f"its input moment Ψ is singular{where} ({known}{seen})"
     return f"{name}: {singular}, so λ = {damping:.2e} was added to the diagonal. {advice}"

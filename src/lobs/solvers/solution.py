@@ -1,21 +1,36 @@
-"""The answer to a layer problem: sparse weights, their mask, and the error that is really theirs."""
+"""The answer to a layer problem: sparse weights, their mask, and their recomputed error."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lobs.solvers.problem import Problem
+
+# Below this share of its row's largest contribution to the output, a weight is rounding noise.
+_NOISE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
     """A sparse replacement for one layer's weights.
 
-    `mask` is True where a weight was kept, and always so in the bias column. `error` is E
-    recomputed from Ψ for these very weights, never accumulated. `curve[k]` is the error with k
-    weights removed, for solvers that know it: it is measured with the damping, so `curve[removed] =
-    error + damping · ‖V − W‖²`.
+    Args:
+        weight: the new weights, in the layer's shape and dtype.
+        mask: True where a weight was kept; always True in the bias column.
+        error: E recomputed from Ψ for these very weights, never accumulated.
+        energy: mean squared output of the dense layer.
+        removed: number of weights removed.
+        prunable: number of weights that could have been removed.
+        damping: largest λ that was added to the diagonal of a group's Ψ.
+        curve: `curve[k]` is the error with k weights removed, from solvers that know it. It
+            includes the damping: `curve[removed] = error + damping · ‖V − W‖²`.
+        status: "ok", and how the solution was found where there are several ways.
     """
 
     weight: Tensor
@@ -28,25 +43,76 @@ class Solution:
     curve: Tensor | None = field(default=None, repr=False)
     status: str = "ok"
 
+    def __repr__(self) -> str:
+        return (
+            f"Solution(kept {self.kept:,} of {self.prunable:,}, "
+            f"relative error {self.relative_error:.3g}, status={self.status!r})"
+        )
+
     def without_tensors(self) -> Solution:
-        """Only the numbers: for when the weights lie in a network already and memory is short."""
+        """Return the numbers alone, for when the weights are in a network and memory is short."""
         return replace(
             self, weight=self.weight.new_empty(0), mask=self.mask.new_empty(0), curve=None
         )
 
     @property
     def kept(self) -> int:
-        """How many prunable weights are left."""
+        """Number of prunable weights left."""
         return self.prunable - self.removed
 
     @property
     def relative_error(self) -> float:
-        """√E over the norm of the dense output; 0 where that output is 0 and nothing moved."""
+        """√E over the norm of the dense output; 0 where that output is 0 and nothing changed."""
         if self.energy == 0:
             return 0.0 if self.error == 0 else float("inf")
         return math.sqrt(self.error / self.energy)
 
     @property
     def losses(self) -> Tensor | None:
-        """What each deletion that was made cost, in order; their sum is `curve[removed]`."""
+        """The cost of each deletion made, in order; their sum is `curve[removed]`."""
         return None if self.curve is None else self.curve[: self.removed + 1].diff()
+
+
+def finish(
+    problem: Problem,
+    weight: Tensor,
+    mask: Tensor,
+    *,
+    damping: float = 0.0,
+    curve: Tensor | None = None,
+) -> Solution:
+    """Round weights to the layer's dtype, apply the mask, and recompute the error of those bits.
+
+    Args:
+        problem: the problem that was solved.
+        weight: the solver's weights, in float64.
+        mask: True where a weight is kept.
+        damping: largest λ that was used.
+        curve: the error at every count, if the solver knows it.
+    """
+    # The best weights may exceed the layer's dtype: half precision ends at 65,504.
+    most = torch.finfo(problem.weight.dtype).max
+    final = (
+        torch.where(mask, weight, torch.zeros_like(weight))
+        .clamp(-most, most)
+        .to(problem.weight.dtype)
+    )
+    # A zero weight must not return as rounding noise. A row that lost only zeros must not change.
+    zero = problem.weight == 0
+    if bool(zero.any()):
+        energy = problem.moment.diagonal(dim1=-2, dim2=-1).clamp_min(0).to(torch.float64)
+        # In float64: half precision would underflow and overflow.
+        size = final.abs() * energy.sqrt().unsqueeze(-2)
+        noise = zero & (size <= _NOISE * size.amax(dim=-1, keepdim=True))
+        unchanged = (mask | zero).all(dim=-1, keepdim=True)
+        final = torch.where(unchanged, problem.weight, torch.where(noise, 0.0, final))
+    return Solution(
+        weight=final,
+        mask=mask,
+        error=problem.error_of(final),
+        energy=problem.energy,
+        removed=int((~mask).sum()),
+        prunable=problem.prunable,
+        damping=damping,
+        curve=curve,
+    )

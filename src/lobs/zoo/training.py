@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.optim.lr_scheduler import LRScheduler
 
-from lobs.zoo.datasets.labelled import LabelledImages
 from lobs._system.progress import Advance, shown, track
-from lobs.storage.train_state import Run
 from lobs.calibration.forward import evaluating
+from lobs.storage.train_state import TrainingState
+from lobs.zoo.datasets.labelled import LabelledImages
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def train(
         torch.random.fork_rng(devices=[]),
     ):
         torch.manual_seed(seed)  # dropout draws from the global generator
-        run = Run(model, optimiser, torch.Generator().manual_seed(seed), schedule, {"epoch": 0})
+        generator = torch.Generator().manual_seed(seed)
+        run = TrainingState(model, optimiser, generator, schedule, {"epoch": 0})
         if state is not None:
             run.load(Path(state), settings)
         advance(run.counters["epoch"] * steps)
@@ -80,7 +81,7 @@ def train(
     return model.eval()
 
 
-def _epoch(run: Run, data: LabelledImages, recipe: Recipe, advance: Advance) -> None:
+def _epoch(run: TrainingState, data: LabelledImages, recipe: Recipe, advance: Advance) -> None:
     order = torch.randperm(len(data), generator=run.generator)
     for start in range(0, len(data) - recipe.batch_size + 1, recipe.batch_size):
         pick = order[start : start + recipe.batch_size]

@@ -1,8 +1,8 @@
-"""Gauss–Newton steps on a network's output over the weights that may move, without ever forming a Jacobian.
+"""Gauss–Newton steps on a network's output over its free weights, without forming a Jacobian.
 
 With J = ∂f/∂θ and the residual r = f_θ − f_dense, a step δ approaches (JᵀJ + λD) δ = −Jᵀr by
-conjugate gradients. A product with JᵀJ is one derivative forward and one back; D ≈ diag JᵀJ comes
-from products with random signs v, E[(Jᵀv)²] = diag JᵀJ.
+conjugate gradients. A product with JᵀJ is one forward and one backward derivative. D ≈ diag JᵀJ
+comes from products with random signs v, since E[(Jᵀv)²] = diag JᵀJ.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
 from lobs.pruning.refit.reverse import vjp
+from lobs.solvers.least_squares import conjugate_gradients
 
 INSIDE = 4  # conjugate-gradient steps
-PASSES = 6 * INSIDE + 12  # forward passes that a step costs as much as
-_DAMPING, _FLOOR = 0.1, 0.02  # shares of D, and of its mean that is its least
+PASSES = 6 * INSIDE + 12  # cost of a Gauss–Newton step in forward passes
+_DAMPING = 0.1  # λ
+_FLOOR = 0.02  # least entry of D, relative to its mean
 _HALVINGS = 4  # of a step that does not help
-_BLOCKS = 4  # passes that finding a layer's own part of JᵀJ may take as long as
+_BLOCKS = 4  # passes that finding a layer's own part of JᵀJ may cost
 _TOGETHER = 2**21  # numbers in batches that are joined
-_TINY = 1e-300
+_CONVERGED = 1e-8  # squared residual, relative to the first, at which conjugate gradients stop
 
 
 class ImpossibleError(Exception):
-    """Why this network's weights cannot be moved together."""
+    """The reason why a network's weights cannot be refitted jointly."""
 
 
 class Survivors:
-    """The weights that may move, as one vector, and how the network's output answers to them."""
+    """The free weights as one vector, and the network's output as a function of them."""
 
     def __init__(
         self,
@@ -56,17 +58,17 @@ class Survivors:
         self.at: Vector = {name: t.detach().clone() for name, t in self.parameters.items()}
 
     def write(self, at: Vector) -> None:
-        """Put weights into the network."""
+        """Write weights into the network."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(at[name])
 
     def answer(self, batch: Any) -> Callable[[Vector], Tensor]:
-        """The network's output on a batch as a function of the weights."""
+        """Return the network's output on a batch as a function of the weights."""
         return lambda at: self.network.answer(at, batch)
 
     def try_out(self, batch: Any) -> int:
-        """How many numbers the network gives for a batch; raises where it cannot be differentiated there."""
+        """Return the size of the output for a batch; raise where it is not differentiable."""
         still = {name: torch.zeros_like(t) for name, t in self.at.items()}
         out: Tensor = jvp(self.answer(batch), (self.at,), (still,))[0]
         vjp(self.answer(batch), self.at)[1](torch.zeros_like(out))
@@ -74,7 +76,10 @@ class Survivors:
 
 
 class Window:
-    """Some batches with the dense network's answers on them; joined to larger ones where that makes no difference."""
+    """Batches with the dense network's outputs on them.
+
+    With `join`, batches are joined to larger ones.
+    """
 
     def __init__(self, survivors: Survivors, batches: list[Any], *, join: bool = False) -> None:
         self.survivors, self.batches = survivors, _merged(batches) if join else batches
@@ -83,7 +88,7 @@ class Window:
         self.samples = round(process_group().sum_numbers(sum(map(batch_size, batches)))[0])
 
     def distance(self, at: Vector) -> float:
-        """Root mean square distance of the output from the dense one's."""
+        """Return the root mean square distance of the output from the dense network's."""
         total = 0.0
         with torch.no_grad(), _running():
             for batch, wanted in zip(self.batches, self.wanted, strict=True):
@@ -93,7 +98,10 @@ class Window:
         return math.sqrt(process_group().sum_numbers(total)[0] / max(1, self.samples))
 
     def step(self, at: Vector, turn: int) -> Vector:
-        """One damped Gauss–Newton step, shortened until it helps on these batches; `at` itself if it never does."""
+        """Return the weights after one damped Gauss–Newton step.
+
+        The step is halved until it helps on these batches. If it never does, `at` is returned.
+        """
         slope, size = self._slope(at, turn)
         delta = self._solve(at, slope, size)
         here = self.distance(at)
@@ -104,7 +112,7 @@ class Window:
         return at
 
     def _slope(self, at: Vector, turn: int) -> tuple[Vector, Vector]:
-        """Half the gradient, Jᵀr, and D ≈ diag JᵀJ: squares of products with random signs, a row's mean times a column's."""
+        """Return half the gradient, Jᵀr, and D ≈ diag JᵀJ from products with random signs."""
         generator = torch.Generator().manual_seed(1000 * turn + process_group().rank)
         slope, squares = ({name: torch.zeros_like(t) for name, t in at.items()} for _ in range(2))
         with _running():
@@ -119,52 +127,48 @@ class Window:
         return self._masked(slope), {name: _smoothed(t) for name, t in squares.items()}
 
     def _metric(self, size: Vector) -> Preconditioner:
-        """What is known of JᵀJ beforehand, from what reaches the layers of the network as it is now."""
+        """Return the preconditioner from the inputs of the network's layers as it is now."""
         metric, free = Preconditioner(size), self.survivors.free
-        # Multiply-adds of these batches, taken for those of one use a sample.
+        # Multiply-adds of these batches, assuming one use of a weight per sample.
         limits = [
             (layer, _BLOCKS * self.samples * layer.weight.numel())
             for layer in self.survivors.layers
         ]
         chosen = [layer for layer, most in limits if affordable(layer, free, most)]
         try:
-            metric.learn(
-                chosen,
-                collect_moments(self.survivors.network.model, self.batches, chosen)
-                if chosen
-                else {},
-                free,
-            )
+            network = self.survivors.network.model
+            moments = collect_moments(network, self.batches, chosen) if chosen else {}
+            metric.learn(chosen, moments, free)
         except ProcessGroupError:
             raise
-        except LobsError:  # these batches may not reach every layer; what is known already will do
+        except LobsError:  # these batches may not reach every layer; the diagonal will do
             return Preconditioner(size)
         return metric
 
     def _solve(self, at: Vector, slope: Vector, size: Vector) -> Vector:
-        """Preconditioned conjugate gradients on (JᵀJ + λD) δ = −Jᵀr."""
-        metric = self._metric(size)
-        delta = {name: torch.zeros_like(t) for name, t in at.items()}
-        residual = {name: -t for name, t in slope.items()}
-        direction = metric(residual)
-        energy = first = _dot(residual, direction)
-        for _ in range(INSIDE):
-            if process_group().all_gather(energy <= 1e-8 * first)[
-                0
-            ]:  # where digits differ from process to process one must decide
-                break
-            image = self._curved(at, direction, size)
-            length_ = energy / max(_dot(direction, image), _TINY)
-            for name in delta:
-                delta[name] += length_ * direction[name]
-                residual[name] -= length_ * image[name]
-            ahead = metric(residual)
-            energy, before = _dot(residual, ahead), energy
-            direction = {name: t + energy / before * direction[name] for name, t in ahead.items()}
-        return delta
+        """Return δ of (JᵀJ + λD) δ = −Jᵀr by preconditioned conjugate gradients."""
+        metric, names, group = self._metric(size), list(at), process_group()
+
+        def named(parts: Sequence[Tensor]) -> Vector:
+            return dict(zip(names, parts, strict=True))
+
+        def parts(vector: Vector) -> list[Tensor]:
+            return [vector[name] for name in names]
+
+        found = conjugate_gradients(
+            lambda v: parts(self._curved(at, named(v), size)),
+            [-slope[name] for name in names],
+            [torch.zeros_like(at[name]) for name in names],
+            dot=_dot,
+            # Rounding may differ between processes, so the first decides for all.
+            done=lambda now, first: bool(group.all_gather(bool(now <= _CONVERGED * first))[0]),
+            steps=INSIDE,
+            precondition=lambda residual: parts(metric(named(residual))),
+        )
+        return named(found)
 
     def _curved(self, at: Vector, v: Vector, size: Vector) -> Vector:
-        """(JᵀJ + λD) v."""
+        """Return (JᵀJ + λD) v."""
         image = {name: torch.zeros_like(t) for name, t in at.items()}
         with _running():
             for batch in self.batches:
@@ -183,7 +187,7 @@ class Window:
 
 @contextmanager
 def _running() -> Iterator[None]:
-    """What a network refuses is a reason not to go on, for all processes alike."""
+    """Turn an error of the network on any process into an `ImpossibleError` on all."""
     try:
         with process_group().raise_together():
             yield
@@ -205,13 +209,16 @@ class _Network(nn.Module):
         return _tensor(call(self.model, batch))
 
     def answer(self, at: Vector, batch: Any) -> Tensor:
-        """The output with these weights in place of the network's own."""
+        """Return the output with these weights in place of the network's own."""
         held = {f"model.{place}": t for name, t in at.items() for place in self._places(name)}
         out: Tensor = functional_call(self, held, (batch,), tie_weights=False)
         return out
 
     def _places(self, name: str) -> list[str]:
-        """Where a parameter is held, each module once: torch would give one that is called by two names back to neither."""
+        """Return the names of a parameter, one for each module that holds it.
+
+        Given two names of one module, torch would restore neither.
+        """
         if name not in self.places:
             known = dict(self.model.named_parameters(remove_duplicate=False))
             found: dict[tuple[int, str], str] = {}
@@ -231,33 +238,33 @@ def _tensor(answer: Any) -> Tensor:
 
 
 def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """A network's parameters under these names, of which several may be one."""
+    """Return a network's parameters of these names; several names may share one."""
     known = dict(model.named_parameters(remove_duplicate=False))
     return {name: known[name] for name in names}
 
 
 def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
-    """Whether a network answers to two batches of tensors joined as it does to each.
+    """Tell whether the output for joined batches is that for each batch, joined.
 
-    Not so where samples are not the first dimension, or look at each other.
+    It is not where samples are not the first dimension, or depend on each other.
     """
     plain = [x for batch in batches if (x := plain_input(batch)) is not None]
     if len(plain) < 2 or len(plain) < len(batches):
         return False
     try:
         with torch.no_grad():
-            apart = torch.cat([_tensor(call(network, x)) for x in plain])
+            separate = torch.cat([_tensor(call(network, x)) for x in plain])
             joined = _tensor(call(network, torch.cat(plain)))
     except (ImpossibleError, LobsError, RuntimeError):
         return False
-    if joined.shape != apart.shape or not bool(torch.isfinite(apart).all()):
+    if joined.shape != separate.shape or not bool(torch.isfinite(separate).all()):
         return False
-    size = float(apart.abs().max()) if apart.numel() else 0.0
-    return bool(torch.allclose(joined, apart, rtol=1e-3, atol=1e-4 * size))
+    size = float(separate.abs().max()) if separate.numel() else 0.0
+    return bool(torch.allclose(joined, separate, rtol=1e-3, atol=1e-4 * size))
 
 
 def _merged(batches: list[Any]) -> list[Any]:
-    """Batches of plain tensors joined to larger ones: what a call costs beside its products counts a hundred times here."""
+    """Join batches of plain tensors: the overhead of a call counts a hundred times here."""
     merged: list[Any] = []
     for batch in batches:
         x = plain_input(batch)
@@ -276,7 +283,7 @@ def _merged(batches: list[Any]) -> list[Any]:
 
 
 def _smoothed(squares: Tensor) -> Tensor:
-    """One look at every number is noise, but rows and columns have means; none is taken for dead."""
+    """Replace noisy squares by row mean × column mean, bounded from below."""
     if squares.dim() > 1:
         lines = squares.flatten(1)
         total = lines.sum().clamp_min(torch.finfo(lines.dtype).tiny)
@@ -287,13 +294,16 @@ def _smoothed(squares: Tensor) -> Tensor:
     return squares + _FLOOR * mean if mean > 0 else torch.ones_like(squares)
 
 
-def _dot(a: Vector, b: Vector) -> float:
-    return float(sum((a[name].to(torch.float64) * b[name]).sum() for name in a))
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    pairs = zip(a, b, strict=True)
+    return sum(
+        ((x.to(torch.float64) * y).sum() for x, y in pairs), torch.zeros((), dtype=torch.float64)
+    )
 
 
 @contextmanager
 def differentiable() -> Iterator[None]:
-    """Without the fused kernels of attention, which cannot be differentiated forward, and what torch warns itself of there."""
+    """Disable fused attention kernels, which have no forward derivative, and torch's warnings."""
     with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
         yield

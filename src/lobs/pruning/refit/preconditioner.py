@@ -1,9 +1,8 @@
-"""What a whole network's curvature looks like from one row of one layer: the metric that conjugate gradients step in.
+"""The preconditioner of the joint refit: the network's curvature seen from rows of layers.
 
-For the weights of one output unit i, JᵀJ is about g_i Ψ: Ψ the second moment of what reaches the
-layer, g_i how strongly the unit moves the network's outputs. On the unit's own support that is a
-small matrix, inverted once a step. Where even that is dear, wide layers that keep much, only its
-diagonal is used.
+For the weights of one output unit i, JᵀJ is about g_i Ψ: Ψ is the second moment of the layer's
+inputs, and g_i how strongly the unit affects the network's outputs. On the unit's own support that
+is a small matrix, inverted once per step. Wide layers that keep much use only the diagonal.
 """
 
 from __future__ import annotations
@@ -20,15 +19,16 @@ from lobs.layers import Layer
 from lobs.solvers import linalg
 from lobs.solvers.kernels.rows import blocks, listed
 
-Vector: TypeAlias = dict[str, Tensor]  # a number for every weight that may move, by parameter
+Vector: TypeAlias = dict[str, Tensor]  # a number for every free weight, by parameter
 
-_DAMPING, _FLOOR = 0.1, 0.02  # shares of a block's diagonal, and of the mean of that
-_NUMBERS = 5e7  # that a layer's blocks may hold
+_DAMPING = 0.1  # relative to a block's diagonal
+_FLOOR = 0.02  # least entry of a block's diagonal, relative to its mean
+_NUMBERS = 5e7  # entries of a layer's blocks, at most
 
 
 @dataclass(frozen=True)
 class _Block:
-    """One group of one layer: every row's columns that may move, and (g Ψ)⁻¹ on them."""
+    """One group of one layer: every row's free columns, and (g Ψ)⁻¹ on them."""
 
     index: Tensor
     real: Tensor
@@ -42,14 +42,20 @@ class _Block:
 
 
 class Preconditioner:
-    """An approximate inverse of JᵀJ on the weights that are free: by rows where that is affordable, else by its diagonal."""
+    """An approximate inverse of JᵀJ on the free weights: by rows if affordable, else diagonal."""
 
     def __init__(self, size: Vector) -> None:
         self.size = size  # of JᵀJ's diagonal
         self.layers: list[tuple[Layer, list[_Block]]] = []
 
     def learn(self, layers: Iterable[Layer], moments: Mapping[str, Moments], free: Vector) -> None:
-        """Take the blocks of some layers from the moments of their inputs."""
+        """Compute the blocks of some layers from the moments of their inputs.
+
+        Args:
+            layers: layers whose blocks are affordable.
+            moments: moments of their inputs, by name.
+            free: 1 where a weight is free, else 0.
+        """
         for layer in layers:
             size, mask = (_matrix(layer, vector) for vector in (self.size, free))
             found = [
@@ -60,7 +66,7 @@ class Preconditioner:
                 self.layers.append((layer, [block for block in found if block is not None]))
 
     def __call__(self, vector: Vector) -> Vector:
-        """A vector of slopes as steps."""
+        """Return the preconditioned vector."""
         out = {name: t / self.size[name] for name, t in vector.items()}
         for layer, parts in self.layers:
             solved = [part(rows) for part, rows in zip(parts, _matrix(layer, vector), strict=True)]
@@ -69,7 +75,13 @@ class Preconditioner:
 
 
 def affordable(layer: Layer, free: Vector, madds: float) -> bool:
-    """Whether a layer's blocks take no more than so many multiply-adds, and not too much memory."""
+    """Tell whether a layer's blocks take at most `madds` multiply-adds, and little memory.
+
+    Args:
+        layer: the layer.
+        free: 1 where a weight is free, else 0.
+        madds: multiply-adds, at most.
+    """
     kept = _matrix(layer, free).sum(dim=-1)
     rows, longest = kept.numel(), float(kept.max()) if kept.numel() else 0.0
     return rows * longest**2 <= _NUMBERS and rows * longest**3 / 2 <= madds
@@ -97,7 +109,7 @@ def _block(moment: Tensor, size: Tensor, mask: Tensor) -> _Block | None:
 
 
 def _matrix(layer: Layer, vector: Mapping[str, Tensor]) -> Tensor:
-    """A vector's part in one layer, as (groups, rows, columns [+ 1])."""
+    """Return a vector's part in one layer, as (groups, rows, columns [+ 1])."""
     (name, span), *bias = layer.parameters().items()
     matrix = layer.unfolded(vector[name][slice(*span)])
     for other, rows in bias:
@@ -107,7 +119,7 @@ def _matrix(layer: Layer, vector: Mapping[str, Tensor]) -> Tensor:
 
 
 def _write(layer: Layer, matrix: Tensor, vector: Vector) -> None:
-    """The inverse of `_matrix`, in place."""
+    """Write a matrix back into a vector, in place: the inverse of `_matrix`."""
     (name, span), *bias = layer.parameters().items()
     vector[name][slice(*span)] = layer.folded(matrix[..., : layer.columns])
     for other, rows in bias:

@@ -1,7 +1,8 @@
-"""Which samples weights are fitted to, and which only judge them: an eighth is kept back.
+"""Split the calibration data: weights are fitted to most samples, and one in eight is held out.
 
-Of many batches one in eight; of few the last eighth of each, where the network answers to parts of
-a batch as to the whole. Several processes keep back what one alone would.
+Of many batches one in eight is held out. Of few batches it is the last eighth of each, where the
+network treats parts of a batch like the whole. Several processes hold out the samples that a single
+process would.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ SMALL = 2 * KEPT_BACK  # batches of fewer samples are not cut
 
 @dataclass(frozen=True)
 class Split:
-    """Batches to work on, a portion of all, and batches that are kept back.
+    """Batches to fit to, which are `portion` of all, and held-out batches.
 
-    `joins` if the network answers to some joined as to each.
+    `joins` says that the network treats batches the same whether they are joined or not.
     """
 
     batches: Iterable[Any]
@@ -36,18 +37,22 @@ class Split:
     held: Callable[[int, Any], list[Any]]
 
     def at_work(self, *, forever: bool = False) -> Iterator[Any]:
-        """What is worked on, once, or round and round for as long as there are samples."""
+        """Yield the batches to fit to, once or, if `forever`, again and again."""
         return _stream(self.batches, self.worked_on, forever=forever)
 
     def kept_back(self) -> Iterator[Any]:
-        """What is not, once."""
+        """Yield the held-out batches once."""
         return _stream(self.batches, self.held)
 
 
 def split(network: nn.Module, batches: Iterable[Any], most: int, needed: int) -> Split | None:
-    """Part batches, which have a length, for a network; None where nothing can be kept back.
+    """Split batches of known length for a network; return None where nothing can be held out.
 
-    A step works on `most` samples of this process, all of them on as many as `needed`.
+    Args:
+        network: the dense network.
+        batches: the calibration data.
+        most: number of this process's samples in one step.
+        needed: number of its samples in all steps.
     """
     group = process_group()
     with group.raise_together():
@@ -57,7 +62,7 @@ def split(network: nn.Module, batches: Iterable[Any], most: int, needed: int) ->
     if sum(counts) < KEPT_BACK:
         parts = [part for side in _cut(first_two[0], most) for part in side] if first_two else []
         cut = len(parts) > 1 and separable(network, [parts[0], parts[-1]])
-        # One that has no batches, or small ones first, goes with the others.
+        # A process without batches, or with small ones first, follows the others.
         if all(group.all_gather(cut or len(parts) <= 1)) and any(group.all_gather(cut)):
             worked_on, held = (
                 lambda _, batch, side=side: _cut(batch, most)[side] for side in (0, 1)
@@ -68,7 +73,7 @@ def split(network: nn.Module, batches: Iterable[Any], most: int, needed: int) ->
     every = min(KEPT_BACK, sum(counts))
 
     def back(index: int) -> bool:
-        """Whether a batch of this process would be an eighth one if one process had been given all in turns."""
+        """Return whether this batch is held out, counting all processes' batches in turn."""
         number = sum(min(count, index) for count in counts) + sum(
             count > index for count in counts[: group.rank]
         )
@@ -84,7 +89,7 @@ def split(network: nn.Module, batches: Iterable[Any], most: int, needed: int) ->
 
 
 def some(batches: Iterator[Any], samples: int) -> list[Any]:
-    """The next batches with so many samples, or as many as there are."""
+    """Return the next batches up to a number of samples, or all that are left."""
     found, seen = [], 0
     for batch in batches:
         found.append(batch)
@@ -95,21 +100,20 @@ def some(batches: Iterator[Any], samples: int) -> list[Any]:
 
 
 def _cut(batch: Any, most: int) -> tuple[list[Any], list[Any]]:
-    """Seven eighths of a batch, in pieces of at most so many samples, and the last eighth; of a small one only itself."""
+    """Cut a batch into pieces of at most `most` samples and the held-out last eighth."""
     x = plain_input(batch)
     if x is None or len(x) < SMALL:
         return [batch], []
     edge = len(x) - len(x) // KEPT_BACK
     pieces = -(-edge // max(1, most))
-    return list(torch.split(x[:edge], -(-edge // pieces))), [
-        x[edge:].clone()
-    ]  # not a view: it outlives the batch
+    held = x[edge:].clone()  # not a view: it outlives the batch
+    return list(torch.split(x[:edge], -(-edge // pieces))), [held]
 
 
 def _steady(batches: Iterable[Any], samples: int) -> Iterable[Any]:
-    """The same batches if they come in the same order each time, else as many as will be needed, read once.
+    """Return batches that come in the same order each time: the given ones, or a list read once.
 
-    What is kept back must not come again in another batch.
+    A held-out sample must not come back in another batch.
     """
     first, again = (next(iter(batches), None) for _ in range(2))
     return batches if _same(first, again) else some(iter(batches), samples)
@@ -128,7 +132,7 @@ def _same(a: Any, b: Any) -> bool:
 def _stream(
     batches: Iterable[Any], wanted: Callable[[int, Any], list[Any]], *, forever: bool = False
 ) -> Iterator[Any]:
-    """What is wanted of each batch; once, or for as long as it has samples."""
+    """Yield the wanted parts of each batch, once or forever."""
     while True:
         found = 0
         for index, batch in enumerate(batches):

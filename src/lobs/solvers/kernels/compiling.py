@@ -8,7 +8,6 @@ from typing import Any
 import numba
 import torch
 
-
 # Reordering sums is allowed, assuming away NaN and infinity is not.
 _OPTIONS: dict[str, Any] = {
     "nogil": True,

@@ -1,9 +1,9 @@
-"""Group OBS: remove whole blocks of columns, with the true loss of each and the inverse downdated after every one.
+"""Group OBS: remove whole blocks of columns, each at its exact loss, with a downdated inverse.
 
 A *stripe* is a set of rows that always lose the same columns: one row for 1×k blocks, k rows for
-k×k, all rows where input channels go. Its rows share one inverse A, and removing block B costs
-Σ_rows w_B [A_BB]⁻¹ w_Bᵀ. As with single weights, stripes are independent: each yields an order and
-a loss per step, and a running maximum and one sort across stripes give the layer's mask.
+k×k, all rows where input channels go. Its rows share one inverse A. Removing block B costs
+Σ_rows w_B [A_BB]⁻¹ w_Bᵀ. Stripes are independent, as rows are for single weights. Each yields an
+order and a loss per step. A running maximum and one sort across stripes give the layer's mask.
 """
 
 from __future__ import annotations
@@ -14,27 +14,46 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lobs._system.progress import track
 from lobs.solvers import linalg
+from lobs.solvers.costs import COSTS, ProblemShape
+from lobs.solvers.kernels import Backend
+from lobs.solvers.least_squares import on_support
 from lobs.solvers.masks import mask_from_order, removal_order
 from lobs.solvers.metric import Metric
+from lobs.solvers.patterns import PatternSolver
 from lobs.solvers.problem import Problem
-from lobs._system.progress import track
 from lobs.solvers.solution import Solution
-from lobs.solvers.least_squares import on_support
 from lobs.targets import Block
 
-_BATCH_ELEMENTS = 2**25  # factor entries alive at once: 256 MB in float64
+_BATCH_ELEMENTS = 2**25  # entries of factors in memory at a time: 256 MB in float64
 
 
-def solve_blocks(problem: Problem, target: Block) -> Solution:
-    """Remove the target's share of blocks. Time d³/2 multiply-adds a stripe whatever the share; memory d² each of a batch."""
+def solve_blocks(problem: Problem, target: Block, backend: Backend = "auto") -> Solution:
+    """Remove the target's share of blocks.
+
+    Takes d³/2 multiply-adds per stripe for any share, and memory of d² for each stripe of a batch.
+
+    Args:
+        problem: the layer problem.
+        target: the shape of blocks and the share to remove.
+        backend: unused; there is one implementation.
+    """
     path = block_path(problem, *target.shape)
     return path.cut(target.count(path.losses.numel()))
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPath:
-    """A whole run: `order[g, s, t]` is the t-th block that stripe s of group g loses, `losses` what that costs."""
+    """A whole run of group OBS, from which any number of blocks can be cut.
+
+    Args:
+        problem: the layer problem.
+        order: `order[g, s, t]` is the t-th block that stripe s of group g loses.
+        losses: the cost of each of these removals.
+        high: rows of a block.
+        wide: columns of a block.
+    """
 
     problem: Problem
     order: Tensor
@@ -48,11 +67,11 @@ class BlockPath:
 
     @cached_property
     def curve(self) -> Tensor:
-        """Error with k blocks removed, measured with the damping."""
+        """The error with k blocks removed, damping included."""
         return torch.cat([self.losses.new_zeros(1), self.losses.flatten()[self._ranking].cumsum(0)])
 
     def mask_at(self, count: int) -> Tensor:
-        """The mask with `count` blocks removed, in the weight's shape."""
+        """Return the mask with `count` blocks removed, in the weight's shape."""
         kept = mask_from_order(self._ranking, count, tuple(self.losses.shape))
         weight = self.problem.weight
         rows, free = weight.shape[-2], weight.shape[-1] - self.problem.protected
@@ -60,56 +79,56 @@ class BlockPath:
             (*kept.shape[:2], -(-free // self.wide)), dtype=torch.bool, device=weight.device
         )
         blocks.scatter_(-1, self.order, kept)
-        tiles = blocks.repeat_interleave(self.high, dim=1).repeat_interleave(self.wide, dim=2)[
-            :, :rows, :free
-        ]
+        tiles = blocks.repeat_interleave(self.high, dim=1).repeat_interleave(self.wide, dim=2)
         mask = torch.ones((len(blocks), *weight.shape[-2:]), dtype=torch.bool, device=weight.device)
-        mask[..., :free] = tiles
+        mask[..., :free] = tiles[:, :rows, :free]
         return mask.view(weight.shape)
 
     def cut(self, count: int) -> Solution:
-        """Solve for the weights with `count` blocks removed."""
+        """Return the solution with `count` blocks removed."""
         return on_support(self.problem, self.mask_at(count))
 
 
 def block_path(problem: Problem, high: int, wide: int, steps: int | None = None) -> BlockPath:
-    """Run group OBS for blocks of high × wide weights, to the end or for some steps of every stripe."""
+    """Run group OBS.
+
+    Args:
+        problem: the layer problem.
+        high: rows of a block.
+        wide: columns of a block.
+        steps: removals in every stripe; None for all.
+    """
     orders, losses = [], []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
-        order, loss = _stripes(metric, weight, problem.protected, high, wide, steps, problem.name)
+        order, loss = _stripes(problem, metric, weight, (high, wide), steps)
         orders.append(order)
         losses.append(loss)
     return BlockPath(problem, torch.stack(orders), torch.stack(losses), high, wide)
 
 
 def _stripes(
-    metric: Metric,
-    weight: Tensor,
-    protected: int,
-    high: int,
-    wide: int,
-    steps: int | None,
-    name: str,
+    problem: Problem, metric: Metric, weight: Tensor, shape: tuple[int, int], steps: int | None
 ) -> tuple[Tensor, Tensor]:
+    """Return the order and losses of all stripes of one group."""
+    high, wide = shape
     rows, d = weight.shape
-    free = d - protected
+    free = d - problem.protected
     blocks = -(-free // wide)
-    # Edges are filled with inputs that nothing depends on and rows that want nothing: they cost
-    # nothing and change nothing.
+    # Padding: columns that nothing depends on and rows of zeros, which cost and change nothing.
     extra = blocks * wide - free
     a = torch.eye(d + extra, dtype=torch.float64, device=weight.device)
     place = torch.arange(d, device=weight.device)
     place[free:] += extra
-    a[place.unsqueeze(1), place] = metric.inverse
+    a[place.unsqueeze(1), place] = metric.inverse.to(a)  # a wide layer's is in float32
     high = min(high, rows)
     count = -(-rows // high)
     w = a.new_zeros(count * high, d + extra)
-    w[:rows, place] = metric.scaled(weight)
+    w[:rows, place] = metric.scaled(weight).to(w)
     w = w.view(count, high, d + extra)
     steps = blocks if steps is None else min(steps, blocks)
     batch = max(1, _BATCH_ELEMENTS // max(1, steps * wide * d))
     parts = []
-    with track(f"blocks {name}", count) as advance:
+    with track(f"blocks {problem.name}", count) as advance:
         for start in range(0, count, batch):
             part = w[start : start + batch].clone()
             parts.append(_greedy_blocks(a, part, blocks, wide, steps))
@@ -120,7 +139,7 @@ def _stripes(
 def _greedy_blocks(
     a: Tensor, w: Tensor, blocks: int, wide: int, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Left-looking, as the torch backend of single deletions: only the rows of A that are needed are ever formed."""
+    """Remove blocks greedily. Left-looking: only the rows of A that are needed are formed."""
     stripes, high, d = w.shape
     free, every = blocks * wide, torch.arange(stripes, device=w.device)
     tiles = (
@@ -152,7 +171,16 @@ def _greedy_blocks(
         own -= within.mT @ within
         factor[:, t * wide : (t + 1) * wide] = u
         gone[every, b] = True
-        own[gone] = torch.eye(
-            wide, dtype=w.dtype, device=w.device
-        )  # keeps the factorisations defined
+        # An identity keeps the factorisations of removed blocks defined.
+        own[gone] = torch.eye(wide, dtype=w.dtype, device=w.device)
     return order, losses
+
+
+def _seconds(shape: ProblemShape) -> float:
+    """Estimate the time of all stripes."""
+    assert isinstance(shape.target, Block)
+    stripes = shape.groups * -(-shape.rows // shape.target.shape[0])
+    return COSTS.blocks * stripes * shape.columns**3 / 2e9
+
+
+SOLVER = PatternSolver(solve_blocks, _seconds)

@@ -1,25 +1,30 @@
-"""Within-group swaps: let one weight back in and take its neighbour out, as long as a row's error falls."""
+"""Swaps within N:M groups: exchange a removed weight for a kept neighbour while errors fall."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from lobs.solvers import kernels
+from lobs.solvers import kernels, linalg
 
-from lobs.solvers import linalg
-
-_BATCH_ELEMENTS = 2**25  # entries of inverses alive at once: 128 MB in float32
-_WORTH = 1e-6  # of a row's error: below this a swap is rounding
+_BATCH_ELEMENTS = 2**25  # entries of inverses in memory at a time: 128 MB in float32
+_WORTH = 1e-6  # share of a row's error below which a gain is rounding
 
 
 def swap_within_groups(
     gram: Tensor, weight: Tensor, mask: Tensor, group: Tensor, *, backend: kernels.Backend = "auto"
 ) -> Tensor:
-    """Improve a mask that keeps as many of a group in every row; columns of group −1 stay as they are.
+    """Improve a mask that keeps equally many weights of a group in every row.
 
-    Every group swaps at most once. Costs d³/4 multiply-adds a row for the factorisation where half
-    is kept, then 2d² a swap.
+    Every group swaps at most once. Takes d³/4 multiply-adds per row for the factorisation where
+    half is kept, then 2d² per swap.
+
+    Args:
+        gram: equilibrated moment, (d, d).
+        weight: equilibrated weights, (rows, d).
+        mask: the pattern to improve.
+        group: each column's group; columns of group −1 stay as they are.
+        backend: which kernels to use.
     """
     support = int(mask[0].sum()) if len(mask) else 0
     if support in (0, mask.shape[1]):
@@ -46,13 +51,9 @@ def _state(gram: Tensor, weight: Tensor, mask: Tensor, group: Tensor) -> kernels
     )
     diagonal = torch.zeros_like(weight).scatter_(1, kept, -inverse.diagonal(dim1=1, dim2=2))
     diagonal.scatter_(1, gone, gram.diagonal()[gone] - (across * u).sum(dim=1))
-    # Every row has as many pairs of a kept and a removed column in one group.
-    row, i, j = (
-        (group[kept].unsqueeze(2) == group[gone].unsqueeze(1))
-        .nonzero()
-        .view(rows, -1, 3)
-        .unbind(dim=2)
-    )
+    # Every row has equally many pairs of a kept and a removed column of one group.
+    together = group[kept].unsqueeze(2) == group[gone].unsqueeze(1)
+    row, i, j = together.nonzero().view(rows, -1, 3).unbind(dim=2)
     return kernels.Swaps(
         gram=gram,
         inverse=inverse,

@@ -1,9 +1,9 @@
-"""N:M patterns: alternating directions, then swaps within groups.
+"""N:M patterns: ADMM, then swaps within groups.
 
-Small layers, where a start is a matter of chance, are also started from exact greedy OBS in which a
-group stops giving when it has given its share. Rows are independent under such a pattern, so each
-takes whichever left it the smaller error, on Ψ + λI where Ψ is damped, and keeps what it had where
-swaps, for rounding, did not help. Swaps cost rows·d³/4 multiply-adds; very wide layers go without.
+Small layers also start from greedy OBS in which every group loses its share and no more: their
+result depends much on the start. Rows are independent under such a pattern, so each takes the start
+with the smaller error, on Ψ + λI where Ψ is damped. A row keeps its mask where swaps did not help.
+Swaps take rows·d³/4 multiply-adds. Very wide layers go without.
 """
 
 from __future__ import annotations
@@ -15,62 +15,62 @@ import torch
 from torch import Tensor
 
 from lobs.solvers import kernels
+from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.kernels import Quota
+from lobs.solvers.least_squares import least_squares, on_support, sweep_dtype
 from lobs.solvers.metric import Metric
+from lobs.solvers.patterns import PatternSolver
+from lobs.solvers.patterns.group_swaps import swap_within_groups
+from lobs.solvers.patterns.nbym_admm import PATTERN_ADMM, Keeper, admm_mask
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
-from lobs.solvers.patterns.nbym_admm import Keeper, admm_mask
-from lobs.solvers.least_squares import least_squares, on_support, sweep_dtype
-from lobs.solvers.patterns.group_swaps import swap_within_groups
 from lobs.targets import NByM
 
 Method: TypeAlias = Literal["auto", "greedy", "admm"]
 
-# rows·d³ up to which each is worth its time: milliseconds, and about half a minute on two cores.
-GREEDY_UP_TO = 3e8
-SWAPS_UP_TO = 5e12
-# Below this independence float32 takes rounding for gains: swaps follow one another, and each
-# inherits the digits lost before.
+# rows·d³ up to which the greedy start and the swaps are run: milliseconds, and about half a minute
+# on two cores.
+_GREEDY_UP_TO = 3e8
+_SWAPS_UP_TO = 5e12
+# Below this independence swaps need float64: each inherits the digits lost before.
 _SINGLE_PRECISION_SWAPS = 5e-3
-# Of the mean energy: an input below it is nearly dead, and this much damping keeps its weights
-# where they were.
+# An input below this share of the mean energy is nearly dead. Damping by as much keeps its weights.
 _QUIET = 1e-5
 
 
 def solve_nbym(
     problem: Problem,
     target: NByM,
-    *,
     backend: kernels.Backend = "auto",
+    *,
     method: Method = "auto",
     swaps: bool = True,
 ) -> Solution:
-    """Keep n of every m: "greedy" and "admm" take that mask alone, with swaps; "auto" takes what it can afford."""
+    """Keep n of every m weights.
+
+    Args:
+        problem: the layer problem.
+        target: the pattern.
+        backend: which kernels to use.
+        method: "greedy" or "admm" for that start alone, "auto" for both where both are affordable.
+        swaps: improve the mask by swaps within groups.
+    """
     problem = _steadied(problem)
     quota = quota_of(problem, target)
     rows, d = problem.weight.shape[-2:]
-    greedy = method == "greedy" or (method == "auto" and rows * d**3 <= GREEDY_UP_TO)
-    swaps = swaps and (method != "auto" or rows * d**3 <= SWAPS_UP_TO)
+    greedy = method == "greedy" or (method == "auto" and rows * d**3 <= _GREEDY_UP_TO)
+    swaps = swaps and (method != "auto" or rows * d**3 <= _SWAPS_UP_TO)
     masks, values = [], []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
-        first = []
+        starts = []
         if greedy:
-            first.append(
-                greedy_mask(
-                    metric, weight, quota, backend=backend, label=f"{target} {problem.name}"
-                )
-            )
+            label = f"{target} {problem.name}"
+            starts.append(greedy_mask(metric, weight, quota, backend=backend, label=label))
         if method != "greedy":
-            first.append(admm_mask(metric.gram, metric.scaled(weight), quota))
-        mask, best = _better_rows(metric, weight, *first)
+            starts.append(admm_mask(metric.gram, metric.scaled(weight), quota, problem.context))
+        mask, best = _better_rows(metric, weight, *starts)
         if swaps:
-            kind = sweep_dtype(metric, weight)
-            if (
-                problem.units is None and metric.independence < _SINGLE_PRECISION_SWAPS
-            ):  # wide ones have room for one matrix
-                kind = torch.float64
-            gram, scaled = metric.gram.to(kind), metric.scaled(weight).to(kind)
-            swapped = swap_within_groups(gram, scaled, mask, quota.group, backend=backend)
+            swapped = _swapped(problem, metric, weight, mask, quota, backend)
             mask, best = _better_rows(metric, weight, mask, swapped)
         masks.append(mask)
         values.append(best)
@@ -81,16 +81,30 @@ def solve_nbym(
     return replace(solution, status=f"ok ({target} by {' + '.join(ways)})")
 
 
-def _steadied(problem: Problem) -> Problem:
-    """Damp a problem with nearly dead inputs, unless its owner has.
+def _swapped(
+    problem: Problem,
+    metric: Metric,
+    weight: Tensor,
+    mask: Tensor,
+    quota: Quota,
+    backend: kernels.Backend,
+) -> Tensor:
+    kind = sweep_dtype(metric, weight)
+    # A wide layer has room for one matrix only, so it stays in single precision.
+    if problem.units is None and metric.independence < _SINGLE_PRECISION_SWAPS:
+        kind = torch.float64
+    gram, scaled = metric.gram.to(kind), metric.scaled(weight).to(kind)
+    return swap_within_groups(gram, scaled, mask, quota.group, backend=backend)
 
-    Every group keeps its share, also where all its inputs are nearly dead: least squares would give
-    those enormous weights for the last digits of the calibration data, and the first livelier
-    sample would pay for it.
+
+def _steadied(problem: Problem) -> Problem:
+    """Damp a problem with nearly dead inputs, unless the caller chose the damping.
+
+    Every group keeps its share, even where all its inputs are nearly dead. Least squares would fit
+    enormous weights to the last digits of the calibration data, and new samples would suffer.
     """
-    if (
-        problem.damping is not None or problem.units is not None
-    ):  # wide problems are steady from the start
+    # Wide problems are damped from the start.
+    if problem.damping is not None or problem.units is not None:
         return problem
     energy = problem.moment.to(torch.float64).diagonal(dim1=-2, dim2=-1)
     alive = energy[energy > 0]
@@ -101,7 +115,7 @@ def _steadied(problem: Problem) -> Problem:
 
 
 def quota_of(problem: Problem, target: NByM) -> Quota:
-    """The pattern as groups of columns and what each gives; a protected bias column belongs to none, −1."""
+    """Return the columns' groups and how many each loses; a bias column has group −1."""
     free = problem.weight.shape[-1] - problem.protected
     group = torch.tensor([*target.groups(free, problem.positions), *[-1] * problem.protected])
     allowed = [target.quota(int(size)) for size in group[:free].bincount()]
@@ -109,18 +123,26 @@ def quota_of(problem: Problem, target: NByM) -> Quota:
 
 
 def largest_of_groups(values: Tensor, quota: Quota) -> Tensor:
-    """Keep, in every group of every row, the largest that the quota leaves."""
+    """Return the mask of the largest values of every group of every row."""
     return Keeper(quota, values.device)(values.flatten(0, -2)).view(values.shape)
 
 
 def greedy_mask(
     metric: Metric, weight: Tensor, quota: Quota, *, backend: kernels.Backend, label: str
 ) -> Tensor:
-    """Exact greedy OBS until every group has given its share."""
+    """Return the mask of greedy OBS, run until every group has lost its share.
+
+    Args:
+        metric: the prepared moment.
+        weight: the rows' weights.
+        quota: the pattern.
+        backend: which kernels to use.
+        label: name of the work in progress bars.
+    """
     d = weight.shape[1]
     protected = int((quota.group < 0).sum())
-    to_front = torch.arange(d).roll(protected)  # kernels want the protected columns first
-    one_more = len(quota.allowed)  # they become a group that gives nothing
+    to_front = torch.arange(d).roll(protected)  # kernels expect protected columns first
+    one_more = len(quota.allowed)  # the protected columns form a group that loses nothing
     group = quota.group[to_front]
     shares = Quota(
         torch.where(group < 0, one_more, group),
@@ -136,7 +158,10 @@ def greedy_mask(
 
 
 def _better_rows(metric: Metric, weight: Tensor, *masks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Of several masks the one, for each row, on which the best weights leave the smaller error, and these; of one only it."""
+    """Return for each row the mask of least error, and the best weights on it.
+
+    A single mask is returned without weights.
+    """
     if len(masks) == 1:
         return masks[0], None
     w = metric.scaled(weight)
@@ -144,3 +169,19 @@ def _better_rows(metric: Metric, weight: Tensor, *masks: Tensor) -> tuple[Tensor
     errors = ((found - w) @ metric.gram * (found - w)).sum(dim=-1)
     best = errors.argmin(dim=0), torch.arange(len(w), device=w.device)
     return torch.stack(masks)[best], found[best]
+
+
+def _mask_by_score(problem: Problem, target: NByM, scores: Tensor) -> Tensor:
+    return largest_of_groups(scores, quota_of(problem, target))
+
+
+def _seconds(shape: ProblemShape) -> float:
+    """Estimate the time of the starts and the swaps that are affordable."""
+    d, rows = shape.columns, shape.groups * shape.rows
+    work = shape.rows * d**3
+    greedy = COSTS.greedy * rows * d**3 / 3e9
+    runs = (work <= _GREEDY_UP_TO) + COSTS.group_swaps * (work <= _SWAPS_UP_TO)
+    return PATTERN_ADMM.seconds(shape) + greedy * runs
+
+
+SOLVER = PatternSolver(solve_nbym, _seconds, _mask_by_score)

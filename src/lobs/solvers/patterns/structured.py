@@ -1,8 +1,8 @@
 """Whole output units, and whole input channels.
 
-Units are rows, and rows are independent: the units that cost least are the best choice, not just a
-greedy one. A removed unit keeps its bias, at the constant that replaces its output best, its mean;
-without a bias it falls silent. Channels are blocks of columns that all rows lose together: group
+Units are rows, and rows are independent: the units of least cost are the optimal choice, not just a
+greedy one. A removed unit keeps its bias at the constant that replaces its output best: its mean.
+Without a bias its output is zero. Channels are blocks of columns that all rows lose together: group
 OBS with one inverse for the whole layer.
 """
 
@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import torch
 
+from lobs.solvers.costs import COSTS, ProblemShape
+from lobs.solvers.kernels import Backend
+from lobs.solvers.least_squares import on_support
 from lobs.solvers.masks import mask_from_order, removal_order
+from lobs.solvers.patterns import PatternSolver
+from lobs.solvers.patterns.block import block_path
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
-from lobs.solvers.patterns.block import block_path
-from lobs.solvers.least_squares import on_support
 from lobs.targets import Structured
 
 
-def solve_structured(problem: Problem, target: Structured) -> Solution:
-    """Remove the target's share of units or input channels, of all groups together."""
+def solve_structured(problem: Problem, target: Structured, backend: Backend = "auto") -> Solution:
+    """Remove the target's share of units or input channels, of all groups together.
+
+    Args:
+        problem: the layer problem.
+        target: what to remove.
+        backend: unused; there is one implementation.
+    """
     return _units(problem, target) if target.what == "units" else _inputs(problem, target)
 
 
@@ -38,3 +47,13 @@ def _inputs(problem: Problem, target: Structured) -> Solution:
     rows = problem.weight.shape[-2]
     path = block_path(problem, rows, problem.positions, min(count, channels))
     return path.cut(count)
+
+
+def _seconds(shape: ProblemShape) -> float:
+    """Estimate the time: units take next to none."""
+    assert isinstance(shape.target, Structured)
+    inputs = shape.target.what == "inputs"
+    return COSTS.blocks * shape.groups * shape.columns**3 / 2e9 if inputs else 0.0
+
+
+SOLVER = PatternSolver(solve_structured, _seconds)

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lobs.errors import DataError
 from lobs.zoo.datasets import folders
 from lobs.zoo.datasets.labelled import LabelledImages, Split
-from lobs.errors import DataError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 FOLDER = "cifar-10-batches-bin"

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs.zoo.datasets import folders
 from lobs.errors import DataError
+from lobs.zoo.datasets import folders
 
 Scaling = Literal["torchvision", "caffe"]
 _SIDE, _SHORTER = 224, 256

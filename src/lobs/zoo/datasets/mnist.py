@@ -13,8 +13,8 @@ from importlib import resources
 import numpy as np
 import torch
 
-from lobs.zoo.datasets.labelled import LabelledImages, Split
 from lobs.errors import DataError
+from lobs.zoo.datasets.labelled import LabelledImages, Split
 
 _FILES: dict[Split, tuple[tuple[str, str], tuple[str, str]]] = {
     "train": (

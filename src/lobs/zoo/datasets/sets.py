@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lobs.errors import DataError
 from lobs.zoo.datasets import cifar10, imagenet, mnist
 from lobs.zoo.datasets.labelled import Split
-from lobs.errors import DataError
 
 NAMES = ("mnist", "cifar10", "imagenet", "imagenet-caffe")
 
