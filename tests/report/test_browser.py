@@ -20,7 +20,7 @@ DRAWN = (
 )
 
 
-def pruned(target=lobs.Sparsity(0.8), **more):
+def pruned(target=None, **more):
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 3), nn.ReLU()),
@@ -30,7 +30,7 @@ def pruned(target=lobs.Sparsity(0.8), **more):
     result = lobs.prune(
         model,
         [images],
-        target,
+        target or lobs.Sparsity(0.8),
         solver=lobs.GreedyOBS(backend="torch"),
         progress=False,
         **more,
@@ -144,7 +144,10 @@ def test_a_run_without_curves_has_no_empty_panel_and_says_why(opened, run):
 
 def test_tables_sort_by_number_both_ways(opened, run):
     page = opened("one.html")
-    column = "return [...document.querySelectorAll('table.sortable tbody tr')].map(r => r.cells[2].textContent)"
+    column = (
+        "return [...document.querySelectorAll('table.sortable tbody tr')]"
+        ".map(r => r.cells[2].textContent)"
+    )
     click = "document.querySelectorAll('table.sortable thead button')[2].click()"
     kept = sorted(layer.kept for layer in run.pruning.layers)
     page.run(click)
@@ -182,7 +185,8 @@ def test_every_plot_can_be_hovered_and_zoomed(opened):
             "send('pointermove', a.left + 0.6 * w, a.top + 0.6 * h);"
             "send('pointerup', a.left + 0.6 * w, a.top + 0.6 * h);"
             "const size = ([a, b]) => Math.abs(a - b);"
-            "return [size(plot.view.x) / size(plot.whole.x), size(plot.view.y) / size(plot.whole.y)]",
+            "const share = (side) => size(plot.view[side]) / size(plot.whole[side]);"
+            "return [share('x'), share('y')]",
             plot,
         )
         assert zoomed == pytest.approx([0.4, 0.4], abs=0.02), plot
@@ -217,7 +221,10 @@ def test_names_from_a_user_are_shown_as_text(opened):
 
 def test_pictures_show_what_was_removed_as_gaps(opened, run):
     page = opened("one.html")
-    gaps = "return document.getElementById(arguments[0]).data[0].text.flat().filter(t => t.endsWith('removed')).length"
+    gaps = (
+        "return document.getElementById(arguments[0]).data[0].text.flat()"
+        ".filter(t => t.endsWith('removed')).length"
+    )
     weight = run.pruning.model[0].weight
     assert page.run(gaps, "gallery-0-0") == 0
     assert page.run(gaps, "gallery-0-1") == int((weight == 0).sum())

@@ -376,7 +376,9 @@ def test_no_runs_are_refused(tmp_path):
 
 
 def test_importing_the_report_does_not_import_jinja_or_torch():
-    code = "import sys, lobs.report; sys.exit(any(name in sys.modules for name in ('jinja2', 'torch')))"
+    code = (
+        "import sys, lobs.report;sys.exit(any(name in sys.modules for name in ('jinja2', 'torch')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -482,7 +484,7 @@ def test_a_convolution_without_pictures_is_left_out_of_the_gallery():
     assert pictures.gallery([Run("1x1", result, dense=model)]) == []
 
 
-def test_targets_that_share_nothing_out_say_so(three):
+def test_targets_that_allocate_no_budget_say_so(three):
     assert all("each layer by itself" in whatif.absence(one) for one in three)
     assert whatif.slider(three) is None
     budget = network_budget()
@@ -490,7 +492,7 @@ def test_targets_that_share_nothing_out_say_so(three):
     assert "the file holds no error curves" in whatif.absence(Run("old", lost))
 
 
-def test_without_a_curve_of_its_own_a_layers_line_is_the_outlooks(tmp_path):
+def test_without_a_curve_of_its_own_a_layers_line_is_the_previews(tmp_path):
     live = network_budget()
     saved = read_run(live.pruning.save(tmp_path / "net.safetensors"))
     for layer in live.pruning.layers:

@@ -43,7 +43,7 @@ class Facts:
 
     @property
     def mistakes(self) -> int | None:
-        """Return how many more mistakes in 10,000 the pruned network makes, for scores in percent."""
+        """Return how many more mistakes in 10,000 are made, for scores in percent."""
         before, after = self.run.error_before, self.run.error_after
         metric = self.run.metric
         if before is None or after is None or not metric.endswith("(%)"):
@@ -184,13 +184,13 @@ def _against_dense(one: Facts) -> Figure:
 
 
 def _side_by_side(found: Sequence[Facts]) -> Figure:
-    """Draw one bar per run: its test error, or else the change of its output, or else its weights."""
+    """Draw one bar per run: its test error, else the change of its output, else its weights."""
     runs = [one.run for one in found]
     errors = [_finite(run.error_after) for run in runs]
     changes = [c.relative(c.measured) for c in (run.pruning.certificate for run in runs)]
     guide = None
     if len({run.metric for run in runs}) == 1 and any(x is not None for x in errors):
-        name, unit = unit_of(runs[0].metric)
+        _, unit = unit_of(runs[0].metric)
         values, title = errors, runs[0].metric
         words = ["" if x is None else f"{fixed(x)}{unit}" for x in errors]
         dense = {run.error_before for run in runs}

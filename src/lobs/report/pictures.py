@@ -1,4 +1,4 @@
-"""Pictures of weights: the pixels that the first layer still reads, and filters before and after."""
+"""Pictures of weights: pixels that the first layer still reads, and filters before and after."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _shrunk(picture: Tensor) -> Tensor:
 
 
 def gallery(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the filters of every convolution larger than 1×1: dense ones first, then each run's."""
+    """Return the filters of every convolution larger than 1×1: dense ones, then each run's."""
     states = [(run.label, weights(pruned_network(run))) for run in runs]
     dense = next((weights(run.dense) for run in runs if run.dense is not None), None)
     sheets = [("dense", dense), *states] if dense is not None else states

@@ -127,7 +127,7 @@ def trials(run: Run) -> list[list[str]]:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions that the numbers may depend on, and nothing about whose machine it was."""
+    """Return the versions that the numbers depend on, and nothing about whose machine it was."""
     return {
         "lobs": __version__,
         "torch": str(torch.__version__),

@@ -1,13 +1,13 @@
 """Greedy OBS compiled for CPUs with numba: blocked, right-looking, a row at a time per thread.
 
-Each row owns a copy of A. Pivots come in panels of 32: inside a panel only the needed columns are
-formed (left-looking); then one rank-32 update of the surviving square follows, the holes first
-filled from the end so that it stays dense and contiguous. Four rows by eight factors are kept in
-registers and columns go in tiles that stay in the first-level cache. Costs d³/3 multiply-adds a
-row, near what a matrix product of that size costs (`benchmarks/exact_speed.py`).
+Each row has its own copy of A. Pivots come in panels of 32. Inside a panel only the needed columns
+are formed (left-looking). Then the remaining square gets one rank-32 update. Removed positions are
+first filled from the end, so that the square stays dense and contiguous. Four rows by eight factors
+are kept in registers, and tiles of columns in the first-level cache. A row costs d³/3
+multiply-adds, at nearly the speed of a matrix product (`benchmarks/exact_speed.py`).
 
-Threads are plain Python threads around a GIL-free kernel: no second threading runtime to quarrel
-with torch's.
+Threads are plain Python threads around a kernel without the GIL. A second threading runtime would
+compete with torch's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lobs.solvers.kernels.compiling import compiled, helper, inlined, spans
 
 _PANEL = 32  # a multiple of 8, see _downdate
 _TILE = 256
-# weight given to a removed position: its score, 1e36, is never the least, and float32 holds it
+# The weight of a removed position. Its score of 1e36 is never the least, and fits into float32.
 _REMOVED = 1e18
-_LOCKED = 1e30  # added to the score of a position whose group has given its quota
+_LOCKED = 1e30  # added to the score of a position whose group has met its quota
 
 
 def greedy_rows(
     inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str
 ) -> tuple[Tensor, Tensor]:
-    """See `lobs.solvers.kernels`."""
+    """Run `lobs.solvers.kernels.greedy` on CPU tensors."""
     rows = len(weight)
     steps = int(quota.allowed.sum())
     order = np.empty((rows, steps), np.int32)
@@ -39,9 +39,7 @@ def greedy_rows(
     a, w = inverse.numpy(), weight.contiguous().numpy()
     group, allowed = quota.group.numpy(), quota.allowed.numpy()
     pieces = spans(rows)
-    if (
-        len(pieces) < 2
-    ):  # a thousand groups of one row each: starting a thread would take longer than the work
+    if len(pieces) < 2:  # starting a thread would take longer than the work
         _greedy_span(a, w, protected, group, allowed, order, losses)
         return torch.from_numpy(order), torch.from_numpy(losses)
     with track(label, rows) as advance:
@@ -112,7 +110,7 @@ def _least_important(w, diag, lock, protected, alive):
 
 @inlined
 def _count_off(group, left, lock, column_of, column, alive):
-    """Note that a column went, and lock the rest of its group if that was its last to give."""
+    """Count a deletion, and lock the rest of the column's group if its quota is met."""
     left[group[column]] -= 1
     if left[group[column]] == 0:
         for j in range(alive):
@@ -122,7 +120,7 @@ def _count_off(group, left, lock, column_of, column, alive):
 
 @helper
 def _delete(row, u, t, q, w, diag, removed, alive):
-    """Form the panel's t-th factor from row q of A, move the weights, return the loss."""
+    """Form the panel's t-th factor from row q of A, move the weights and return the loss."""
     c = u[t]
     for j in range(alive):
         c[j] = row[j]
@@ -157,7 +155,7 @@ def _delete(row, u, t, q, w, diag, removed, alive):
 
 @helper
 def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
-    """Move the last survivors into the removed positions (sorted), so that the survivors stand at the front."""
+    """Move the last remaining positions into the removed ones, which are sorted."""
     left = alive - len(holes)
     moves = 0
     sources = np.empty(len(holes), np.int64)
@@ -201,7 +199,7 @@ def _sort(numbers):
 
 @inlined
 def _downdate(a, u, alive):
-    """A ← A − UᵀU on the surviving square, eight factors at a time."""
+    """Subtract UᵀU from the remaining square, eight factors at a time."""
     for left in range(0, alive, _TILE):
         right = min(alive, left + _TILE)
         for s in range(0, _PANEL, 8):
@@ -214,8 +212,7 @@ def _downdate(a, u, alive):
                 i += 1
 
 
-# Rows are sliced from the whole array, one by one: numba then knows that they are contiguous and
-# vectorises.
+# Each row is sliced from the whole array, so that numba knows it is contiguous and vectorises.
 
 
 @helper

@@ -1,4 +1,4 @@
-"""Swaps within groups, compiled for CPUs with numba: a row at a time per thread, everything of it in the cache."""
+"""Swaps within groups, compiled for CPUs with numba: each thread works on one row at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def swap_rows(state: Swaps, worth: float) -> Tensor:
-    """See `lobs.solvers.kernels`."""
+    """Run `lobs.solvers.kernels.swap` on CPU tensors."""
     mask = state.mask.clone().contiguous()
     arrays = [
         t.contiguous().numpy()
@@ -25,15 +25,15 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
             mask,
             state.y.clone(),
             state.diagonal.clone(),
-            state.off.clone(),
-            state.p,
-            state.q,
         )
     ]
+    pairs = [t.contiguous().numpy() for t in (state.off.clone(), state.p, state.q)]
     gram, group, error = state.gram.contiguous().numpy(), state.group.numpy(), state.error.numpy()
     list(
         workers().map(
-            lambda r: _swap_row(gram, group, error[r], worth, *(a[r] for a in arrays)),
+            lambda r: _swap_row(
+                gram, group, (worth, error[r]), *(a[r] for a in arrays), tuple(a[r] for a in pairs)
+            ),
             range(len(mask)),
         )
     )
@@ -41,7 +41,9 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
 
 
 @compiled
-def _swap_row(gram, group, error, worth, inverse, kept, mask, y, diagonal, off, p, q):
+def _swap_row(gram, group, gain, inverse, kept, mask, y, diagonal, pairs):
+    worth, error = gain
+    off, p, q = pairs
     d = len(y)
     start = mask.copy()
     most = group.max() + 1
@@ -79,7 +81,7 @@ def _best_pair(group, shut, y, diagonal, off, p, q, least):
 
 @helper
 def _column(gram, inverse, kept, start, column, past, sign, done, x, m):
-    """M's column as it now stands: from the inverse at the start, less the updates since."""
+    """Form the current column of M: from the inverse at the start, minus all updates since."""
     g = gram[column]
     s = len(kept)
     x[:] = 0

@@ -1,4 +1,4 @@
-"""How CPU kernels are compiled and how their rows are shared among threads."""
+"""Compile CPU kernels, and divide rows among threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numba
 import torch
 
-# Reordering sums is allowed, assuming away NaN and infinity is not.
+# Sums may be reordered. NaN and infinity must be handled.
 _OPTIONS: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",
@@ -44,6 +44,6 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def spans(rows: int) -> list[tuple[int, int]]:
-    """Pieces of work small enough to keep all of torch's threads busy until the end."""
+    """Divide rows into pieces that keep all of torch's threads busy until the end."""
     chunk = max(1, min(16, rows // (max(1, torch.get_num_threads()) * 4)))
     return [(low, min(rows, low + chunk)) for low in range(0, rows, chunk)]
