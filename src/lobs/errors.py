@@ -100,8 +100,12 @@ _notes: ContextVar[_Notes | None] = ContextVar("lobs_notes", default=None)
 def warning_once() -> Iterator[None]:
     """Inside this block, give each warning with a `matter` only once.
 
-    Notes about layers are summed up in one warning at its end, unless it fails.
+    Notes about layers are summed up in one warning at its end, unless it fails. A block inside
+    another one leaves that to the outer block.
     """
+    if _notes.get() is not None:
+        yield
+        return
     notes = _Notes()
     token = _notes.set(notes)
     try:

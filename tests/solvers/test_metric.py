@@ -178,11 +178,23 @@ def test_notes_about_layers_are_one_line_at_the_end_of_a_run():
 
 
 def test_a_summary_names_three_layers_and_counts_the_others():
-    with pytest.warns(
-        NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
-    ), warning_once():
+    with (
+        pytest.warns(
+            NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
+        ),
+        warning_once(),
+    ):
         for index in range(5):
             metric.metric(torch.ones(4, 4), name=f"layer 'l{index}'")
+
+
+def test_runs_inside_a_run_leave_the_summary_to_it():
+    with pytest.warns(NumericalWarning) as given, warning_once():
+        for _ in range(2):
+            with warning_once():
+                metric.metric(torch.ones(4, 4), name="layer 'a'")
+        assert not given
+    assert len(given) == 1
 
 
 def test_a_run_that_fails_gives_its_error_and_no_summary():

@@ -72,7 +72,14 @@ def test_the_time_left_counts_layers_by_their_cost_and_rounds_to_come(display):
     state, turn = display
     work(state, turn, "calibrate", 5)
     work(state, turn, "influence", 2)
-    assert state.left() is None  # no layer is done: nothing to go by
+    state.begin("error curves", "")
+    state.expect(4)
+    state.advance(state.pieces[0], 1)
+    turn(1)
+    # Pruning has not begun: only the end of this step can be told.
+    assert state.left() is None and state.left_of_step() == pytest.approx(3)
+    turn(-1)
+    state.end()
     work(state, turn, "solve", 12, "fc1")
     # 6 of 10 units took 12 s: 8 s are left here. Round 2 takes 2 s and 20 s.
     assert state.left() == pytest.approx(8 + 2 + 20)

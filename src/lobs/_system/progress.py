@@ -166,26 +166,29 @@ class Display:
             for piece in self.pieces:
                 if piece.name in _REPEATING:
                     return piece.left(now)
-            here = self._left_of_step(now)
+            here = self.left_of_step()
             if here is None or self.step is None:
                 return None
-            later = self.steps[self.index + 1 :]
+            later = [word for word in self.steps[self.index + 1 :] if word != "measure"]
             whole = {**self.took, self.step.word: now - self.step.began + here}
+            if any(word not in whole for word in later if word != "refit"):
+                return None
             known = here + sum(whole.get(word, 0.0) for word in later)
             if "refit" in later:  # until it has begun: about as long as all steps before it
                 known += now - self.opened + known
             return known
 
-    def _left_of_step(self, now: float) -> float | None:
-        """Return the seconds left of the step under way."""
-        cost = sum(self.layers.values())
-        if self.step is not None and self.step.word == "prune" and cost:
-            if not self.step.done:
-                return None
-            spent = now - self.step.began
-            return spent * max(0.0, cost - self.step.done) / self.step.done
-        counted = [p for p in self.pieces if p.name not in _REPEATING and p.total]
-        return counted[0].left(now) if counted else None
+    def left_of_step(self) -> float | None:
+        """Return about how many seconds are left of the step under way."""
+        with self.lock:
+            now, cost = time.monotonic(), sum(self.layers.values())
+            if self.step is not None and self.step.word == "prune" and cost:
+                if not self.step.done:
+                    return None
+                spent = now - self.step.began
+                return spent * max(0.0, cost - self.step.done) / self.step.done
+            counted = [p for p in self.pieces if p.name not in _REPEATING and p.total]
+            return counted[0].left(now) if counted else None
 
 
 class _Watcher(Thread):
@@ -251,15 +254,17 @@ class _Watcher(Thread):
         self.bars.refresh()
 
     def _time_left(self) -> str:
-        left = self.display.left()
+        left, where = self.display.left(), ""
         if left is None:
-            return ""
-        if left < 90:
-            return f", about {max(1, round(left))} s left"
-        minutes = round(left / 60)
-        return (
-            f", about {minutes} min left" if minutes < 90 else f", about {left / 3600:.1f} h left"
-        )
+            left, where = self.display.left_of_step(), " in this step"
+        return "" if left is None else f", about {_spelled(left)} left{where}"
+
+
+def _spelled(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} h"
 
 
 def _bars() -> Progress:
@@ -329,7 +334,7 @@ def track(label: str, total: int | None) -> Iterator[Advance]:
 
 
 def compiling(under_way: bool) -> None:
-    """Tell the display that a kernel is being compiled, or that it is done."""
+    """Inform the display that a kernel is being compiled, or that it is done."""
     for display in _open:
         with display.lock:
             display.compiling = max(0, display.compiling + (1 if under_way else -1))

@@ -29,7 +29,7 @@ logger.addHandler(logging.NullHandler())
 
 
 class Listener(Protocol):
-    """Something that is told when phases begin and end, such as a progress display."""
+    """An object that is notified when phases begin and end, such as a progress display."""
 
     def begin(self, name: str, detail: str) -> None:
         """Take note of a phase that begins."""
@@ -81,7 +81,7 @@ def recorded_run(log: str | os.PathLike[str] | None = None) -> Iterator[RunLog]:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell a listener about the phases in this block."""
+    """Notify a listener of the phases in this block."""
     token = _listener.set(listener)
     try:
         yield

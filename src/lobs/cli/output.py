@@ -98,6 +98,17 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def announce(path: object, json: bool) -> None:
+    """Say where the result will be written, before any work."""
+    if leads() and not json:
+        say(f"writing {path}")
+
+
+def leads() -> bool:
+    """Return whether this process speaks for all that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def optional(value: float | None, form: str = ".4g") -> str:
     """Return a number as text, or a dash where there is none."""
     return "–" if value is None else format(value, form)
@@ -127,14 +138,13 @@ def notes() -> Iterator[None]:
             with warning_once():
                 yield
         finally:
-            sys.stderr.writelines(seen.values())
+            sys.stderr.writelines(seen.values() if leads() else ())
 
 
 @contextmanager
 def working(json: bool) -> Iterator[None]:
     """Show progress, also while torch is imported and the network is opened."""
-    leads = os.environ.get("RANK", "0") == "0"  # under torchrun the first process speaks
-    with shown(leads and not json):
+    with shown(leads() and not json):
         yield
 
 

@@ -44,7 +44,7 @@ from lobs.cli.options import (
     SubjectArgument,
     TrustOption,
 )
-from lobs.cli.output import change, command_line, print_json, say, working
+from lobs.cli.output import announce, change, command_line, print_json, say, working
 from lobs.cli.patterns import (
     AlongOption,
     BlockOption,
@@ -207,8 +207,7 @@ def prune(
     amount.check(pattern)
     target = shape.target(amount) or amount.target()
     places = _places(network, shape.words(amount), out, report, log, force)
-    if not (json or dry_run):
-        say(f"writing {places.out}")
+    announce(places.out, json or dry_run)
     numbers = {"damping": damping, "batch_norm": batch_norm, "prune_bias": prune_bias}
     machine = {"resume": resume, "memory": memory, "log": log}
     settings = {"inputs": inputs, "refit": refit, "layers": layers, "skip": skip or ()}
@@ -309,7 +308,7 @@ def _solver(name: str, seconds: float | None) -> str | Solver:
         raise LobsError(
             f"--seconds limits the local search of --solver auto; {name} has none to limit."
         )
-    return Auto(seconds=seconds)
+    return Auto(swap_seconds=seconds)
 
 
 def _write(

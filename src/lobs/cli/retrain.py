@@ -19,7 +19,7 @@ from lobs.cli.options import (
     TrustOption,
     complete_file,
 )
-from lobs.cli.output import optional, print_json, say, working
+from lobs.cli.output import announce, optional, print_json, say, working
 from lobs.cli.training_data import (
     BatchOption,
     DecayOption,
@@ -104,8 +104,7 @@ def retrain(
     distinct(target, "--out", file)
     if resume is not None:
         makeable(resume)
-    if not json:
-        say(f"writing {target}")
+    announce(target, json)
     saved = checkpoint.load(file)
     if not saved.masks:
         raise LobsError(

@@ -13,7 +13,7 @@ from lobs.cli.options import (
     SubjectArgument,
     TrustOption,
 )
-from lobs.cli.output import change, print_json, say
+from lobs.cli.output import announce, change, print_json, say
 
 
 def shrink(
@@ -34,8 +34,7 @@ def shrink(
     """
     target = output_file(out, default_name(network, "shrunk"), force=force)
     distinct(target, "--out", file_of(network))
-    if not json:
-        say(f"writing {target}")
+    announce(target, json)
 
     from lobs.cli.subject import open_subject
     from lobs.deploy.shrink import shrink as run

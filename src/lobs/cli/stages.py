@@ -21,7 +21,7 @@ from lobs.cli.options import (
     SubjectArgument,
     TrustOption,
 )
-from lobs.cli.output import optional, print_json, say, working
+from lobs.cli.output import announce, optional, print_json, say, working
 from lobs.cli.training_data import (
     BatchOption,
     DecayOption,
@@ -95,8 +95,7 @@ def stages(
     target = output_file(out, default_name(network, "staged"), force=force)
     distinct(target, "--out", file_of(network))
     read = parse_stages(plan, scope)
-    if not json:
-        say(f"writing {target}")
+    announce(target, json)
 
     from lobs.cli.subject import open_subject
     from lobs.storage import checkpoint

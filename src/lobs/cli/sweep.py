@@ -24,7 +24,7 @@ from lobs.cli.options import (
     SubjectArgument,
     TrustOption,
 )
-from lobs.cli.output import Column, print_json, print_table, say, working
+from lobs.cli.output import Column, announce, print_json, print_table, say, working
 from lobs.cli.values import parse_fraction
 from lobs.errors import TargetError
 from lobs.storage.atomic import make_folder
@@ -116,8 +116,7 @@ def sweep(
         raise TargetError(f"--by {by}: use keep or epsilon.")
     first, last = _ends(by, start, stop)
     table, picture = _places(out, force)
-    if not json:
-        say(f"writing {table}")
+    announce(table, json)
 
     from lobs.cli.subject import open_subject
 

@@ -11,7 +11,7 @@ import typer
 
 from lobs.cli.files import makeable, output_file
 from lobs.cli.options import MACHINE, TRAINING, ForceOption, JsonOption, OutOption
-from lobs.cli.output import print_json, say
+from lobs.cli.output import announce, print_json, say
 
 
 def train(
@@ -53,7 +53,7 @@ def train(
     It takes half a minute for lenet300, two minutes for lenet5, most of an hour for cifarnet.
 
     Example:
-      lobs train lenet300 --seed 1 --out mine.safetensors
+      lobs train lenet300 --seed 1 --out my-lenet.safetensors
     """
     from lobs import zoo
     from lobs.errors import LobsError
@@ -74,8 +74,7 @@ def train(
 
     data = sets.load(entry.data, "train")
     assert isinstance(data, LabelledImages)
-    if not json:
-        say(f"writing {target}")
+    announce(target, json)
     began = time.perf_counter()
     model = run(zoo.fresh(network, seed), data, recipe, seed=seed, progress=not json, resume=resume)
     seconds = time.perf_counter() - began
