@@ -65,7 +65,7 @@ def curve(lab: Lab, method: str) -> dict[str, Any]:
     found = [
         [count, 100 - _error(who, weight)] for count, weight in zip(counts, states, strict=True)
     ]
-    points = [SweepPoint(c, 1 - c / problem.prunable, 0.0, 100 - accuracy) for c, accuracy in found]
+    points = [SweepPoint(c, 1 - c / problem.prunable, 0.0, accuracy) for c, accuracy in found]
     knee = inflection(points)
     return {
         "points": found,

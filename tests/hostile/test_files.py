@@ -1,4 +1,4 @@
-"""Files from hell: a checkpoint whose bytes were changed is refused or read as what it says, and never runs anything."""
+"""Damaged files: a checkpoint with changed bytes is refused or obeys its masks; no code is run."""
 
 from __future__ import annotations
 

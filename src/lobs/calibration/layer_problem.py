@@ -15,6 +15,7 @@ from lobs.calibration.wide import asymmetric_wide_problem, wide_problem
 from lobs.layers import Layer
 from lobs.solvers import linalg, metric, scores
 from lobs.solvers.problem import Problem
+from lobs.solvers.scores import Histogram
 
 # Least λ of the asymmetric target, relative to the mean input energy. It holds the target to the
 # dense weights.

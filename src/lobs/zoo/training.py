@@ -1,4 +1,4 @@
-"""Train a zoo network from scratch, and tell how often a network is wrong."""
+"""Train a zoo network from scratch, and measure its error rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lobs._system.progress import Advance, shown, track
 from lobs.calibration.forward import evaluating
+from lobs.storage.atomic import make_folder
 from lobs.storage.train_state import TrainingState
 from lobs.zoo.datasets.labelled import LabelledImages
 
@@ -23,8 +23,8 @@ from lobs.zoo.datasets.labelled import LabelledImages
 class Recipe:
     """Nesterov momentum with a cosine learning rate, after `warm_up` epochs of a linear rise.
 
-    `input_dropout` blanks that share of pixels while training; `augment` shifts every image by up
-    to four pixels and mirrors half of them.
+    `input_dropout` is the share of pixels set to zero in training. `augment` shifts every image by
+    up to four pixels and mirrors half of them.
     """
 
     epochs: int
@@ -37,7 +37,7 @@ class Recipe:
     augment: bool = False
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-        """The optimiser that the recipe trains with, at its highest rate."""
+        """Return the optimiser of the recipe, at its highest rate."""
         rate, decay = self.learning_rate, self.weight_decay
         return torch.optim.SGD(
             parameters, rate, momentum=self.momentum, weight_decay=decay, nesterov=True
@@ -51,12 +51,22 @@ def train(
     *,
     seed: int = 0,
     progress: bool = True,
-    state: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Train in place and return the model; the same seed on the same machine gives the same weights.
+    """Train in place and return the network.
 
-    `state` names a file that is written after every epoch and taken up again if it is there.
+    The same seed on the same machine gives the same weights.
+
+    Args:
+        model: the network.
+        data: training images and labels.
+        recipe: how to train.
+        seed: seed of the order of the data and of dropout.
+        progress: show progress.
+        resume: a folder that gets the training state after every epoch. A run that finds its state
+            there continues from it.
     """
+    file = None if resume is None else make_folder(resume) / "training.safetensors"
     steps = len(data) // recipe.batch_size
     optimiser = recipe.optimizer(model.parameters())
     schedule = _schedule(optimiser, recipe, steps)
@@ -70,14 +80,14 @@ def train(
         torch.manual_seed(seed)  # dropout draws from the global generator
         generator = torch.Generator().manual_seed(seed)
         run = TrainingState(model, optimiser, generator, schedule, {"epoch": 0})
-        if state is not None:
-            run.load(Path(state), settings)
+        if file is not None:
+            run.load(file, settings)
         advance(run.counters["epoch"] * steps)
         while run.counters["epoch"] < recipe.epochs:
             _epoch(run, data, recipe, advance)
             run.counters["epoch"] += 1
-            if state is not None:
-                run.save(Path(state), settings)
+            if file is not None:
+                run.save(file, settings)
     return model.eval()
 
 
@@ -115,7 +125,7 @@ def _schedule(optimiser: torch.optim.Optimizer, recipe: Recipe, steps: int) -> L
 
 
 def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:
-    """Every image shifted by up to `shift` pixels, zeros moving in, and mirrored half of the time."""
+    """Return every image shifted by up to `shift` pixels and mirrored half of the time."""
     n, _, high, wide = images.shape
     padded = F.pad(images, [shift] * 4)
     top, left = torch.randint(0, 2 * shift + 1, (2, n, 1), generator=generator)
@@ -127,7 +137,7 @@ def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Ten
 
 
 def error_rate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Share of wrong answers, in percent."""
+    """Return the share of wrong answers, in percent."""
     wrong, total = 0, 0
     with evaluating(model):
         for x, y in batches:
