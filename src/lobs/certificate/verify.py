@@ -21,7 +21,7 @@ from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
-from lobs.solvers.masks import broken_groups
+from lobs.solvers.patterns.nbym import broken_groups
 from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
 
