@@ -1,1 +1,4 @@
-"""Measurements. Each file prints what it measured; times are ratios within one run, because machines differ and are shared."""
+"""Measure. Each file prints its numbers.
+
+Times are ratios within one run, because machines differ and are shared.
+"""

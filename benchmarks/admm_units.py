@@ -1,10 +1,11 @@
-"""Which units should alternating directions work in? Columns of equal energy, of equal cost of removal, or half-way.
+"""Compare the units that alternating directions can work in.
 
-python -m benchmarks.admm_units [--layers DIR] [--sparsity 0.5 0.7 0.9 0.95]
+    python -m benchmarks.admm_units [--layers DIR] [--sparsity 0.5 0.7 0.9 0.95]
 
-Layers as in `benchmarks.rivals`. Each cell is the error of `solver="admm"` alone over that of ADMM
-as published, with the same number of steps whatever the units; swaps are left out. "first ρ = 0.05"
-has our units and a first penalty that does not go by how independent columns are.
+Units: columns of equal energy, of equal removal cost, or half-way. Layers: see
+`benchmarks.rivals`. Each cell is the error of `solver="admm"` over that of ADMM as published. The
+number of steps is the same for all units. Swaps are left out. "first ρ = 0.05" has our units and a
+first penalty that ignores how independent the columns are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lobs.solvers import admm as room
 
 
 def halfway(independence: Tensor, share: float) -> Tensor:
-    """Units so far on the way from equal energy to equal cost."""
+    """Return units between equal energy and equal cost."""
     logs = independence.log()
     return ((logs - logs.mean(dim=-1, keepdim=True)) * share / 2).exp().unsqueeze(-2)
 

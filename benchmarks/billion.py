@@ -1,9 +1,11 @@
-"""A billion weights in bounded memory: `python -m benchmarks.billion [--memory 8GB] [--layers 27] [--samples 512]`.
+"""Prune a billion weights in bounded memory.
 
-A synthetic stack in bfloat16, a layer of 25,088 columns in front and square ones of 6,144 behind
-it, random weights and inputs (cost does not depend on them), pruned to one tenth by the quickest
-wide solver. Prints the forecast, the peak and the time. `--shapes` only predicts, by the same cost
-model, what transformers of 7 and 70 billion weights would take.
+    python -m benchmarks.billion [--memory 8GB] [--layers 27] [--samples 512]
+
+The network is a synthetic stack in bfloat16: one layer of 25,088 columns, then square layers of
+6,144. Weights and inputs are random, because the cost does not depend on them. The quickest wide
+solver keeps one tenth. Prints the forecast, the peak and the time. `--shapes` only predicts, with
+the same cost model, the cost for transformers of 7 and 70 billion weights.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ SHAPES = {
 
 
 def predict(steps: int) -> None:
-    """Solving time on two cores and memory of one process, with the whole network and its copy in bfloat16."""
+    """Print solving time on two cores and memory of one process.
+
+    The memory includes the whole network and its copy in bfloat16.
+    """
     for name, (block, blocks) in SHAPES.items():
         weights = blocks * sum(rows * d * count for rows, d, count in block)
         seconds = blocks * sum(
@@ -43,7 +48,7 @@ def predict(steps: int) -> None:
 
 
 def stack(columns: int, width: int, layers: int) -> nn.Sequential:
-    """Made layer by layer in bfloat16, so that building it takes no more than it holds."""
+    """Build the network layer by layer in bfloat16, so that building needs no extra memory."""
     parts: list[nn.Module] = []
     for number in range(layers):
         into = columns if number == 0 else width // 3 if number == 1 else width

@@ -1,10 +1,9 @@
-"""What does calibration cost? LeNet-5 on MNIST, against the plain forward pass and the bare matrix products.
+"""Compare calibration with a plain forward pass and with bare matrix products.
 
     python -m benchmarks.calibration_cost [--images 10000]
 
-The bare products are YᵀY in full, float32, for each layer, on operands of the size that calibration
-sees, in pieces of the same number of rows: what any implementation must pay that does not use
-symmetry.
+The network is LeNet-5 on MNIST. The bare products are YᵀY in float32 for each layer. Their operands
+have calibration's sizes and row counts. Any implementation without symmetry pays at least that.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How fast is the exact solver? Against a straightforward torch implementation and against a matrix product.
+"""Time the greedy solver against plain torch code and against a matrix product.
 
     python -m benchmarks.exact_speed [--rows 300] [--columns 784] [--full | --kernel-only]
 
-Baseline: greedy OBS as one would write it, downdating a full inverse per row in batches of 32 rows.
-It runs one batch and is scaled to all rows (batches are independent and equal); `--full` runs them
-all. The peak is a float32 matrix product with as many multiply-adds as the algorithm needs,
+The baseline is textbook greedy OBS: it downdates a full inverse per row, in batches of 32 rows. It
+runs one batch and is scaled to all rows, because batches are independent and equal. `--full` runs
+all batches. The peak is a float32 matrix product with the algorithm's number of multiply-adds,
 rows·columns³/3.
 """
 
@@ -22,7 +22,10 @@ BATCH = 32
 
 
 def baseline(inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Every row has its own copy of A; after each deletion A ← A − A_:q A_q: / A_qq over the whole matrix."""
+    """Delete greedily with one copy of A per row.
+
+    After each deletion A ← A − A_:q A_q: / A_qq over the whole matrix.
+    """
     orders, losses = [], []
     for part in weight.split(BATCH):
         w, rows, d = part.clone(), *part.shape
@@ -85,7 +88,7 @@ def main() -> None:
 
 
 def compare(inverse: Tensor, weight: Tensor, compiled: float, *, full: bool) -> None:
-    """Time the baseline and the torch backend, and check that all find the same."""
+    """Time the baseline and the torch backend, and check that their results agree."""
     single, w, rows = inverse.float(), weight.float(), len(weight)
     few = w[: min(rows, BATCH)]
     reference = best_of(1, lambda: greedy(single, few, 0, backend="torch")) * rows / len(few)

@@ -1,6 +1,8 @@
-"""How small do files get? Pruned LeNets as compact files against dense ones, gzip and zstd.
+"""Compare compact files of pruned LeNets with dense files, gzip and zstd.
 
-python -m benchmarks.file_size [--samples 5000]
+    python -m benchmarks.file_size [--samples 5000]
+
+LeNet-300-100 keeps 7 %, LeNet-5 the paper's fractions.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def main() -> None:
             print(f"| {label} | {size:,} | {size / sizes['dense']:.1%} | bit-equal | {error:.2f} |")
         for values in ("same", "float16", "int8"):
             with tempfile.TemporaryDirectory() as folder:
-                done = lobs.save_compact(
-                    Path(folder) / "x", result.model, result.masks, result.record(), values=values
+                done = lobs.storage.save_compact(
+                    result.model, Path(folder) / "x", result.masks, result.record(), values=values
                 )
                 loaded = lobs.load(done.path)
             assert same_bits(loaded.masks, result.masks)
@@ -77,8 +79,8 @@ def main() -> None:
             "|\n|---|---|---|---|---|---|"
         )
         with tempfile.TemporaryDirectory() as folder:
-            done = lobs.save_compact(
-                Path(folder) / "x", result.model, result.masks, result.record()
+            done = lobs.storage.save_compact(
+                result.model, Path(folder) / "x", result.masks, result.record()
             )
         for t in done.tensors:
             print(

@@ -1,6 +1,8 @@
-"""Which budget, solver and inputs? LeNet-300-100 at falling sizes, no retraining; a table and docs/how-to-choose.png.
+"""Compare budgets, solvers and inputs on LeNet-300-100 at falling sizes.
 
-python -m benchmarks.how_to_choose [--samples 10000] [--picture docs/how-to-choose.png]
+    python -m benchmarks.how_to_choose [--samples 10000] [--picture docs/how-to-choose.png]
+
+Nothing is retrained. Prints a table and draws a picture.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How near are Jacobian weights from one random probe a sample to the exact ones, and what do they cost?
+"""Compare one-probe Jacobian weights with exact ones, in accuracy and cost.
 
-python -m benchmarks.influence [--network lenet5] [--samples 5000] [--seeds 5]
+    python -m benchmarks.influence [--network lenet5] [--samples 5000] [--seeds 5]
 
-Exact: one backward pass for every output. Passes are counted in forward-backward passes of the same
-network over the same inputs with a sum of outputs as loss, timed in the same run.
+The exact weights take one backward pass per output. Cost is counted in forward-backward passes of
+the same network over the same inputs, timed in the same run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""How fast do pruned networks run? Dense torch against `lobs.accelerate`, in turns: best runs, and medians with 95 % intervals.
+"""Time pruned networks: dense torch against `lobs.accelerate`, in turns.
 
-python -m benchmarks.latency [--threads 1] [--seconds 1] [--only lenet300 linear layers]
+    python -m benchmarks.latency [--threads 1] [--seconds 1] [--only lenet300 linear layers]
+
+Prints best runs, and medians with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ LAYERS = {  # name: (layer, input of one image, kept)
 
 
 def show(title, model, x, seconds):
-    """One row. Long calls are interrupted on a busy machine and short ones are not, so the best runs are compared too."""
+    """Print one row.
+
+    A busy machine interrupts long calls and spares short ones, so the best runs are compared too.
+    """
     done = lobs.accelerate(model, x, seconds=seconds, progress=False)
     with torch.no_grad():
         samples = take_turns(

@@ -1,8 +1,9 @@
-"""Weights and moments of some layers of a network as files for `benchmarks.rivals` and `benchmarks.patterns`.
+"""Write weights and moments of a network's layers as files.
 
-python -m benchmarks.layer_files package.module:function DIR [--layers layer3.1.conv2 …]
+    python -m benchmarks.layer_files package.module:function DIR [--layers layer3.1.conv2 …]
 
-The function returns (model, batches), as for `lobs prune`.
+The function returns (model, batches), as for `lobs prune`. `benchmarks.rivals` and
+`benchmarks.patterns` read the files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _TOGETHER = 4e9  # bytes of moments that are summed in one pass
 
 
 def read(file: Path) -> tuple[Tensor, Tensor, bool]:
-    """A layer's weight and moment, and whether its last column is a bias: its moment with itself is then 1."""
+    """Return a layer's weight, its moment, and whether its last column is a bias.
+
+    The moment of a bias column with itself is 1.
+    """
     tensors = load_file(str(file))
     return (
         tensors["weight"],

@@ -1,8 +1,9 @@
-"""What do unusual layers cost? A wide depthwise convolution, a transposed one and an attention, beside their forward pass.
+"""Measure what unusual layers cost beside their forward pass.
 
     python -m benchmarks.layer_kinds
 
-One line for each: the forward pass, calibration, and the exact solver on all of its layers.
+The layers are a wide depthwise convolution, a transposed convolution and an attention. Each line
+gives the forward pass, calibration, and the greedy solver on all layers.
 """
 
 from __future__ import annotations

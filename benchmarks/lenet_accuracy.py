@@ -1,7 +1,9 @@
-"""How good are the pruned LeNets? Every solver at the paper's per-layer ratios, then whole-network budgets; no retraining.
+"""Measure the test error of pruned LeNets, without retraining.
 
-python -m benchmarks.lenet_accuracy [--network lenet300] [--checkpoint FILE] [--solvers exact lobs
-magnitude] [--kept 8.4 3]
+    python -m benchmarks.lenet_accuracy [--network lenet300] [--checkpoint FILE]
+        [--solvers greedy lobs magnitude] [--kept 8.4 3]
+
+First every solver at the paper's ratio per layer, then budgets for the whole network.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Layers made to mislead: `auto` against the exact greedy, ADMM and the sweep where columns replace each other, and where not.
+"""Compare `auto` with greedy, ADMM and the sweep on layers made to mislead.
 
-python -m benchmarks.made_up [--rows 128] [--columns 512] [--sparsity 0.5 0.7 0.9]
+    python -m benchmarks.made_up [--rows 128] [--columns 512] [--sparsity 0.5 0.7 0.9]
 
-Weights are random; inputs are as `INPUTS` says. Errors and seconds are ratios, less than 1 is
-better; seconds are single runs.
+In some layers columns can replace each other, in others not: see `INPUTS`. Weights are random.
+Errors and seconds are ratios; below 1 is better. Seconds are single runs.
 """
 
 from __future__ import annotations

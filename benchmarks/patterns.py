@@ -1,11 +1,11 @@
-"""How good are n:m patterns? Error against the shared-column-order sweep on the same weights and Ψ, layer by layer.
+"""Compare n:m errors with the shared-column-order sweep, layer by layer.
 
-    python -m benchmarks.patterns [--patterns 2:4 4:8] [--layers DIR] [--only GLOB] [--images 10000]
+    python -m benchmarks.patterns [--patterns 2:4 4:8] [--layers DIR] [--only GLOB]
+        [--images 10000]
 
-Layers are those of the shipped LeNet-300-100 and LeNet-5 on MNIST (bias left out, so that both
-methods see the same columns) and any {name}.safetensors in DIR with tensors `weight` [rows, d] and
-`moment` [d, d]. The sweep gets its best damping of five per layer; its seconds are those of one
-run.
+Weights and Ψ are the same for both. Layers are those of the shipped LeNets on MNIST, without bias.
+Further layers come from DIR/{name}.safetensors with tensors `weight` [rows, d] and `moment` [d, d].
+The sweep gets its best damping of five per layer. Its seconds are those of one run.
 """
 
 from __future__ import annotations

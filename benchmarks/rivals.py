@@ -1,15 +1,16 @@
-"""Same Ψ, same weights, same count: `auto` against ADMM with conjugate gradients and the shared-column-order sweep.
+"""Compare `auto` with ADMM and with the shared-column-order sweep.
 
-python -m benchmarks.rivals [--sparsity 0.5 0.7 0.9 0.95] [--layers DIR] [--start 0.1 0.03]
-[--repeat 3] python -m benchmarks.rivals --costs [--layers DIR]    what do the starts and a round of
-swaps take, beside the cost model?
+    python -m benchmarks.rivals [--sparsity 0.5 0.7 0.9 0.95] [--layers DIR]
+        [--start 0.1 0.03] [--repeat 3]
+    python -m benchmarks.rivals --costs [--layers DIR]
 
-Layers: all of LeNet-300-100 and LeNet-5, and every DIR/*.safetensors with tensors `weight` (rows,
-d) and `moment` (d, d) (`python -m benchmarks.layer_files` writes them for ResNet-50). ADMM is run
-from each of the given first penalties (0.1 is the published one) and its better error counts; its
-time is that of the published one. The sweep is run with five dampings; its best error counts.
-Seconds are the least of `--repeat` runs of either; "ADMM" is its cheaper form for layers with fewer
-rows than columns, "explicit" the published one, which forms an inverse for every penalty.
+Ψ, weights and counts are the same for all. Layers: all of LeNet-300-100 and LeNet-5, and every
+DIR/*.safetensors with tensors `weight` (rows, d) and `moment` (d, d). `benchmarks.layer_files`
+writes such files. ADMM runs from each first penalty of `--start`, and its best error counts. The
+published first penalty is 0.1; its time counts. The sweep runs with five dampings, and its best
+error counts. Seconds are the least of `--repeat` runs. "ADMM" is its cheaper form for layers with
+fewer rows than columns. "explicit" is the published form, with one inverse per penalty. `--costs`
+compares seconds with the cost model.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def compare(
     sparsity: float,
     given: argparse.Namespace,
 ) -> list[float]:
-    """One line of the table; returns auto's error over ADMM's and over the sweep's."""
+    """Print one line; return auto's error over ADMM's and over the sweep's."""
 
     def auto() -> Solution:
         return solve(Problem(weight, moment, bias_column=bias, name=name), "auto", sparsity)
@@ -113,7 +114,10 @@ def compare(
 
 
 def _sweep(weight: Tensor, moment: Tensor, sparsity: float, protected: int) -> Tensor:
-    """The sweep knows no bias: it gets the part of Ψ that a free bias leaves, and the bias then takes its best value."""
+    """Run the sweep, which does not handle a bias, on a layer with one.
+
+    It gets the part of Ψ that a free bias leaves. The bias then takes its best value.
+    """
     if not protected:
         return best_column_sweep(weight, moment, sparsity)
     m = moment.double()
@@ -124,7 +128,10 @@ def _sweep(weight: Tensor, moment: Tensor, sparsity: float, protected: int) -> T
 
 
 def check_costs(folder: Path | None) -> None:
-    """Seconds of both starts, and of a round of swaps at 50 and 90 %, beside what the cost model says."""
+    """Print measured and predicted seconds of both starts and of a round of swaps.
+
+    The swaps are measured at 50 and 90 %.
+    """
     print(
         "| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | start by ε | by "
         "rule | round, s | predicted |"
@@ -152,7 +159,7 @@ def check_costs(folder: Path | None) -> None:
 
 
 def _round(problem: Problem, sparsity: float) -> tuple[float, float]:
-    """Seconds that one round of swaps takes, and that it is expected to."""
+    """Return measured and predicted seconds of one round of swaps."""
     first = ADMM().support(problem, round(sparsity * problem.prunable))
     _, seconds = timed(lambda: swap(problem, *first, rounds=1), 2)
     rows = len(problem.weight)

@@ -1,8 +1,10 @@
-"""How work goes faster with processes: `python -m benchmarks.scale [--processes 1 2 4] [--tries 3] [--prune SOLVER]`.
+"""Measure how several processes speed up calibration and pruning.
 
-One thread each, the same batches in all, shared out; the clock starts when all are ready, and stops
-when all have everybody's moments; with `--prune`, when all have the pruned network. Each number is
-the best of some tries; ratios are within this run.
+    python -m benchmarks.scale [--processes 1 2 4] [--tries 3] [--prune SOLVER]
+
+Every process has one thread. The same batches are divided among them. The clock starts when all
+processes are ready and stops when all hold the summed moments. With `--prune` it stops when all
+hold the pruned network. Each number is the best of several tries; ratios are within this run.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from functools import partial
 import torch
 from torch import distributed, multiprocessing, nn
 
-from lobs import Execution, ProcessGroup, Sparsity, collect_moments, prune
-from lobs._system.distributed import SINGLE_PROCESS, share, working
+from lobs import Execution, Sparsity, collect_moments, prune
+from lobs._system.distributed import SINGLE_PROCESS, ProcessGroup, shard, use_group
 
 
 def network(width):
@@ -55,25 +57,25 @@ def masks(model, data, solver, together):
 
 def timed(rank, size, port, width, count, rows, tries, solver, results):
     torch.set_num_threads(1)
-    crew = SINGLE_PROCESS
+    group = SINGLE_PROCESS
     if size > 1:
         store = distributed.TCPStore("127.0.0.1", port, size, rank == 0)
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=900)
         )
-        crew = ProcessGroup(rank, size)
+        group = ProcessGroup(rank, size)
     work = moments if solver is None else partial(masks, solver=solver, together=size > 1)
-    work(network(64), [torch.randn(80, 64)])  # everything is loaded
-    model, data, took = network(width), share(batches(width, count, rows), crew), float("inf")
+    work(network(64), [torch.randn(80, 64)])  # import and compile first
+    model, data, took = network(width), shard(batches(width, count, rows), group), float("inf")
     for _ in range(tries):
-        crew.total(1.0)
+        group.sum_numbers(1.0)
         began = time.perf_counter()
-        with working(crew):
+        with use_group(group):
             found = work(model, data)
         took = min(took, time.perf_counter() - began)
     if rank == 0:
         results.put((took, found))
-        time.sleep(0.5)  # the queue must be read before this process is gone
+        time.sleep(0.5)  # the parent reads the queue before this process ends
     if size > 1:
         distributed.destroy_process_group()
 
@@ -113,11 +115,11 @@ def main() -> None:
             size, given.width, given.batches, given.rows, given.tries, given.prune
         )
         first = first or (took, found)
-        apart = max(float(abs(x - first[1][n]).max() / abs(x).max()) for n, x in found.items())
+        distance = max(float(abs(x - first[1][n]).max() / abs(x).max()) for n, x in found.items())
         what = "masks" if given.prune else "moments"
         print(
-            f"{size} processes: {took:.2f} s, {first[0] / took:.2f} times the first; {what} apart "
-            f"by {apart:.1e}",
+            f"{size} processes: {took:.2f} s, {first[0] / took:.2f} times the first; {what} differ "
+            f"by {distance:.1e}",
             flush=True,
         )
 

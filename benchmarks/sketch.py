@@ -1,11 +1,11 @@
-"""How far must alternating directions go before swaps take over? Error and seconds after a round of them, by penalties.
+"""Measure how far alternating directions must go before swaps take over.
 
-python -m benchmarks.sketch [--layers DIR] [--sparsity 0.5 0.7] [--penalties 7 6 5 4] [--widest
-1200]
+    python -m benchmarks.sketch [--layers DIR] [--sparsity 0.5 0.7] [--penalties 7 6 5 4]
+        [--widest 1200]
 
-Layers as in `benchmarks.rivals`, of 20,000 weights or more. Each cell is the error, and the
-seconds, over those of the first number of penalties; start, one round of swaps and least squares in
-all of them.
+Layers: see `benchmarks.rivals`, those of 20,000 weights or more. Each cell is error and seconds
+over those of the first number of penalties. All cells include the start, one round of swaps and
+least squares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SMALLEST = (
 
 
 def solved(problem: Problem, penalties: int, count: int) -> tuple[float, float]:
-    """Error and seconds."""
+    """Return error and seconds."""
     began = time.perf_counter()
     first = ADMM(penalties=penalties).support(problem, count)
     found = on_support(problem, *swap(problem, *first, rounds=1)[:2])

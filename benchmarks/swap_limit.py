@@ -1,11 +1,12 @@
-"""How much is left after swaps? Every row of a layer is kicked out of its optimum again and again, and keeps what is better.
+"""Measure how much error is left after swaps.
 
-python -m benchmarks.swap_limit LAYER.safetensors … [--sparsity 0.5 0.9] [--kicks 100] [--rows 64]
+    python -m benchmarks.swap_limit LAYER.safetensors … [--sparsity 0.5 0.9] [--kicks 100]
+        [--rows 64]
 
-A kick exchanges two to seven weights of a row at random; then the best swap over *all* columns is
-taken until none helps. The table gives the error over ADMM's after `auto` and after so many kicks:
-where they hardly differ, what `auto` found is near all that exchanging weights can find, however
-long it takes.
+A kick exchanges two to seven weights of a row at random. Then the best swap over all columns is
+taken until none helps, and the better row is kept. The table gives the error over ADMM's after
+`auto` and after the kicks. Where they hardly differ, `auto` is near the limit of exchanging
+weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lobs.solvers.kernels.compiled_swaps import finish, start
 
 
 class Rows:
-    """Some rows of a layer as least-squares problems over all columns."""
+    """Hold a sample of a layer's rows as least-squares problems over all columns."""
 
     def __init__(self, problem: Problem, rows: Tensor) -> None:
         metric = problem.metrics[0]
@@ -34,7 +35,7 @@ class Rows:
         self.rows = torch.arange(len(rows))
 
     def finished(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """A support that no swap makes better, and its error, row by row."""
+        """Return a support that no swap improves, and its error, row by row."""
         t, b, inside = self.gram.repeat(len(self.rows), 1, 1), self.linear.clone(), inside.clone()
         start(t, b, inside, "limit")
         finish(t, b, inside, self.rows, 1e-6, "limit")

@@ -1,4 +1,4 @@
-"""A stopwatch that takes the best of a few runs, so that a neighbour's work counts least."""
+"""Time a function by its best of several runs, so that a neighbour's work counts least."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def best_of(times: int, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of `times` runs."""
+    """Return the seconds of the fastest of `times` runs."""
     seconds = []
     for _ in range(times):
         began = time.perf_counter()

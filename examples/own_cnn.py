@@ -1,4 +1,4 @@
-"""A network of your own: train it, prune it, take away a small file that runs faster.
+"""Train a network of your own, prune it, and get a small file that runs faster.
 
 python examples/own_cnn.py
 """
@@ -18,7 +18,7 @@ from lobs.zoo.datasets import mnist
 
 
 class Net(nn.Module):
-    """Any module with Linear or Conv2d layers will do; nothing of `lobs` is needed in it."""
+    """Any module with Linear or Conv2d layers will do. It needs nothing from lobs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class Net(nn.Module):
         self.classifier = nn.Sequential(nn.Linear(800, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to scores."""
+        """Map images to scores."""
         return self.classifier(self.features(x).flatten(1))
 
 
 def error(model: nn.Module) -> float:
-    """Per cent of the first 2,000 test images that are taken for another digit."""
+    """Return the per cent of the first 2,000 test images that are misclassified."""
     test = mnist.load("test")
     with torch.no_grad():
         return 100 * float(
@@ -43,7 +43,7 @@ def error(model: nn.Module) -> float:
 
 
 def train(model: nn.Module, steps: int) -> None:
-    """A short training, enough for a network that is worth pruning."""
+    """Train briefly, enough for a network that is worth pruning."""
     data = mnist.load("train")
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     for step in range(steps):
@@ -55,20 +55,18 @@ def train(model: nn.Module, steps: int) -> None:
 
 
 def main() -> None:
-    """Train, prune, save, load, run."""
+    """Train, prune, export, load, accelerate."""
     torch.manual_seed(0)
     model = Net()
     train(model, steps=300)
     model.eval()
 
     calibration = [mnist.load("train").images[i : i + 250] for i in range(0, 1000, 250)]
-    result = lobs.prune(model, calibration, lobs.Sparsity(0.9, scope="network"), progress=False)
+    result = lobs.prune(model, calibration, keep=0.1, progress=False)
     print(result.summary())
 
     with tempfile.TemporaryDirectory() as folder:
-        file = lobs.save_compact(
-            Path(folder) / "net.safetensors", result.model, result.masks, result.record()
-        )
+        file = result.export(Path(folder) / "net.safetensors")  # compact: the zeros take no room
         print(f"dense weights {file.dense_bytes:,} bytes, compact file {file.file_bytes:,} bytes")
         again = Net()
         again.load_state_dict(lobs.load(file.path).state_dict)

@@ -1,7 +1,8 @@
-"""A Hugging Face text encoder: prune its layers with keyword batches, fine-tune with the Trainer, keep the zeros.
+"""Prune a Hugging Face text encoder, fine-tune it with the Trainer, and keep the zeros.
 
-The weights are random, so that the example needs no network; replace `encoder()` by
-`from_pretrained` and the tokens by yours. Needs transformers: pip install 'lobs[trainers]'
+Batches are mappings of keyword arguments. The weights are random, so that the example downloads
+nothing: replace `encoder()` by `from_pretrained` and the tokens by yours. It needs transformers:
+pip install 'lobs[trainers]'
 
 python examples/text_encoder.py
 """
@@ -17,7 +18,7 @@ import lobs
 
 
 def encoder() -> BertForSequenceClassification:
-    """A small BERT; yours comes from `BertForSequenceClassification.from_pretrained(...)`."""
+    """Return a small BERT. Yours comes from `from_pretrained(...)`."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=1000,
@@ -31,27 +32,19 @@ def encoder() -> BertForSequenceClassification:
 
 
 def sentences(count: int) -> dict[str, torch.Tensor]:
-    """Stand-ins for tokenised sentences of several lengths."""
+    """Return stand-ins for tokenised sentences of several lengths."""
     tokens = torch.randint(1, 1000, (count, 24))
     mask = torch.arange(24) < torch.randint(8, 25, (count, 1))
     return {"input_ids": tokens * mask, "attention_mask": mask.long()}
 
 
 def main() -> None:
-    """Prune half of every encoder layer, compare, fine-tune, compare the zeros."""
+    """Prune the encoder to half of its weights, compare, fine-tune, count the zeros."""
     model = encoder()
     batches = [sentences(32) for _ in range(8)]
-    result = lobs.prune(
-        model, batches, lobs.Sparsity(0.5), layers="bert.encoder.*", solver="greedy", progress=False
-    )
-    magnitude = lobs.prune(
-        model,
-        batches,
-        lobs.Sparsity(0.5),
-        layers="bert.encoder.*",
-        solver="magnitude",
-        progress=False,
-    )
+    options = {"keep": 0.5, "layers": "bert.encoder.*", "progress": False}
+    result = lobs.prune(model, batches, solver="greedy", **options)
+    magnitude = lobs.prune(model, batches, solver="magnitude", **options)
     held_out = sentences(64)
 
     def moved(pruned: torch.nn.Module) -> float:
@@ -79,9 +72,9 @@ def main() -> None:
             use_cpu=True,
             disable_tqdm=True,
         )
-        callback = lobs.trainer_callback(result.masks)
+        callback = lobs.training.trainer_callback(result.masks)
         Trainer(result.model, settings, train_dataset=data, callbacks=[callback]).train()
-    revived = lobs.apply_masks(result.model, result.masks)
+    revived = lobs.training.apply_masks(result.model, result.masks)
     print(
         f"after fine-tuning {sum(revived.values())} of {result.total - result.kept:,} zeros were "
         "lost"

@@ -1,4 +1,4 @@
-"""2:4 sparsity: two of every four weights go, in the pattern that sparse tensor cores read.
+"""Prune to 2:4 sparsity, the pattern of sparse tensor cores: two of every four weights go.
 
 python examples/two_four.py
 """
@@ -14,7 +14,7 @@ from lobs.zoo.training import error_rate
 
 
 def main() -> None:
-    """Prune to 2:4 with and without compensation, check the pattern, and convert where the device has kernels for it."""
+    """Prune to 2:4 with and without compensation, check the pattern, convert it for the device."""
     train, test = mnist.load("train"), mnist.load("test").batches()
     model = zoo.trained("lenet300")
     target = lobs.NByM({"fc1": 2, "fc2": 2}, 4)  # the small last layer stays dense
@@ -31,7 +31,7 @@ def main() -> None:
     assert ours < dense + 0.3
 
     try:
-        _, converted = lobs.to_semi_structured(
+        _, converted = lobs.deploy.to_semi_structured(
             result.model.half() if torch.cuda.is_available() else result.model
         )
         print(f"semi-structured now: {', '.join(converted)}")

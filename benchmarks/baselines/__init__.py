@@ -1,1 +1,1 @@
-"""Our own implementations of rival methods, tuned fairly, to measure against."""
+"""Implement rival methods, tuned fairly, as baselines."""

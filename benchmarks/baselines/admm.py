@@ -1,10 +1,10 @@
-"""ADMM with conjugate gradients, the family of ALPS (Meng et al., NeurIPS 2024), in its eigendecomposition form.
+"""Prune by ADMM with conjugate gradients, the family of ALPS (Meng et al., NeurIPS 2024).
 
-Splits min ½ tr((V−W) Ψ (V−W)ᵀ) with a hard count into a least squares step, (Ψ + ρI)⁻¹ by one
-eigendecomposition for every ρ, and a projection onto the largest entries. ρ grows every third step,
-the faster the more the support still moves, until it stands still; then conjugate gradients on that
-support, preconditioned by the diagonal. Columns are equilibrated first, as the paper does. `start`
-and `growth` are the paper's; `benchmarks.rivals --tune` shows what others give.
+This is the eigendecomposition form. It splits min ½ tr((V−W) Ψ (V−W)ᵀ) with a hard count into two
+steps. The least-squares step applies (Ψ + ρI)⁻¹ by one eigendecomposition for every ρ. The other
+step projects onto the largest entries. ρ grows every third step, faster while the support moves
+more. When the support stays, diagonally preconditioned conjugate gradients finish on it. Columns
+are equilibrated first, as in the paper. `start` and `growth` are the paper's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def admm(
     polish: int = 10,
     explicit: bool = False,
 ) -> Tensor:
-    """Prune one matrix (rows, d) to the given fraction of zeros outside the last `protected` columns.
+    """Prune one matrix to a fraction of zeros outside the last `protected` columns.
 
-    `explicit` forms (Ψ + ρI)⁻¹ from the eigenvectors whenever ρ changes, as published: d³ each
-    time, but one product of rows·d² a step instead of two.
+    `explicit` forms (Ψ + ρI)⁻¹ whenever ρ changes, as published. That costs d³ each time, and one
+    product of rows·d² a step instead of two.
     """
     d = weight.shape[1]
     scale = moment.diagonal().clamp_min(0).sqrt()
@@ -74,7 +74,7 @@ def _largest(x: Tensor, count: int, protected: int) -> Tensor:
 
 
 def _polish(v: Tensor, gram: Tensor, wanted: Tensor, support: Tensor, steps: int) -> Tensor:
-    """Masked conjugate gradients on all rows at once."""
+    """Run masked conjugate gradients on all rows at once."""
     residual = torch.where(support, wanted - v @ gram, 0.0)
     direction = residual.clone()
     size = residual.square().sum(dim=1, keepdim=True)

@@ -1,9 +1,9 @@
-"""The shared-column-order sweep (the SparseGPT family; Frantar and Alistarh 2023), our own implementation.
+"""Prune by a sweep with a shared column order (SparseGPT family; Frantar, Alistarh 2023).
 
-Columns are visited once, left to right, the same order for every row, so that one Cholesky factor
-of Ψ⁻¹ serves all: row j of the upper factor U is what compensating column j looks like when only
-later columns may move. Weights are chosen by w_j²/U_jj², their true cost at that moment:
-unstructured in blocks of `block` columns, n:m in groups of m.
+This is our own implementation. Columns are visited once, left to right, in the same order for every
+row. So one Cholesky factor of Ψ⁻¹ serves all rows. Row j of the upper factor U compensates column j
+by later columns only. Weights are chosen by w_j²/U_jj², their true cost at that step. Unstructured
+weights are chosen in blocks of `block` columns, n:m in groups of m.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def column_sweep(
     block: int = 128,
     damping: float = 0.01,
 ) -> Tensor:
-    """Prune [rows, d] weights to a sparsity or to n kept of every m columns; `damping` is relative to Ψ's mean diagonal.
+    """Prune [rows, d] weights to a sparsity, or to n kept of every m columns.
 
-    Counts are exact: ⌊sparsity · weights + ½⌋ go, block by block; a last group of r < m columns
-    keeps ⌈n·r/m⌉.
+    `damping` is relative to Ψ's mean diagonal. ⌊sparsity · weights + ½⌋ weights are removed, block
+    by block. A last group of r < m columns keeps ⌈n·r/m⌉.
     """
     if (sparsity is None) == (pattern is None):
         raise ValueError("give either sparsity or pattern")
@@ -53,7 +53,10 @@ def best_column_sweep(
     *,
     block: int = 128,
 ) -> Tensor:
-    """The sweep with the damping, of five, that gives this layer the least error: fairer than its usual fixed 0.01."""
+    """Run the sweep with five dampings and return the result of least error.
+
+    This is fairer than its usual fixed damping of 0.01.
+    """
     tried = []
     for damping in DAMPINGS:
         with suppress(torch.linalg.LinAlgError):  # too little damping for a singular Ψ
@@ -72,7 +75,7 @@ def _sweep_block(
     sparsity: float | None,
     pattern: tuple[int, int] | None,
 ) -> Tensor:
-    """Sweep columns left … right in place; return what each column still owes the later blocks."""
+    """Sweep columns left … right in place; return the corrections due in later blocks."""
     owed = w.new_zeros(len(w), right - left)
     pivot = factor.diagonal()
     if sparsity is not None:
@@ -100,7 +103,7 @@ def _choose_group(w: Tensor, pivot: Tensor, mask: Tensor, j: int, pattern: tuple
 
 
 def _factor(moment: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of (Ψ + λI)⁻¹, dead columns given a unit diagonal first."""
+    """Return the upper Cholesky factor of (Ψ + λI)⁻¹, with a unit diagonal for dead columns."""
     psi = moment.to(torch.float64).clone()
     diagonal = psi.diagonal()
     dead = diagonal == 0

@@ -1,4 +1,7 @@
-"""Dong, Chen, Pan: Learning to Prune Deep Neural Networks via Layer-wise Optimal Brain Surgeon (NeurIPS 2017), table by table."""
+"""Reproduce Dong, Chen, Pan (NeurIPS 2017), table by table.
+
+The paper is "Learning to Prune Deep Neural Networks via Layer-wise Optimal Brain Surgeon".
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ EXPERIMENTS: dict[str, Any] = {
     "cost": cost,
     "tuning": tuning,
 }
-# The quick version of a table takes what shows that everything runs, not every row.
+# The quick version runs a few rows of each table, enough to show that everything works.
 _QUICK = {
     "tuning": ["tuning/rate-0.002"],
     "first-layer": ["first-layer/magnitude", "first-layer/lobs"],
@@ -43,31 +46,31 @@ _QUICK = {
                 "dns",
                 "lobs",
                 "lobs-iterative",
-                "exact",
+                "greedy",
                 "default",
                 "ours-staged-1.5",
             )
         ),
-        *(f"lenet5/{row}" for row in ("lwc", "lobs", "exact", "default-light")),
+        *(f"lenet5/{row}" for row in ("lwc", "lobs", "greedy", "default-light")),
         *(f"cifarnet/{row}" for row in ("lobs", "default")),
     ],
     "resnet": ["resnet50/dense", "resnet50/magnitude-50"],
-    "table2": ["table2/nettrim-7.4", "table2/lobs-7.4", "table2/exact-7.4", "table2/memory"],
+    "table2": ["table2/nettrim-7.4", "table2/lobs-7.4", "table2/greedy-7.4", "table2/memory"],
 }
 
 
 def listing() -> dict[str, list[str]]:
-    """Every experiment and its rows."""
+    """Return the rows of every experiment."""
     return {name: module.names() for name, module in EXPERIMENTS.items()}
 
 
 def readme_path(out: Path | None, quick: bool) -> Path:
-    """Where the page of results is written."""
+    """Return the path of the page of results."""
     return _home(out, quick) / "README.md"
 
 
 def _home(out: Path | None, quick: bool) -> Path:
-    return out if out is not None else Path("lobs-reproduce-quick") if quick else HERE
+    return out if out is not None else Path("dong2017-quick") if quick else HERE
 
 
 def run(
@@ -80,10 +83,19 @@ def run(
     seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Run what is chosen, skip what is done, and write the page anew after every experiment.
+    """Run the chosen rows that have no result yet, and return their results.
 
-    Where everything is asked for, an experiment whose data is missing is passed over with a line
-    that says how to get it.
+    The page of results is written after every experiment. Without `what`, an experiment whose data
+    is missing is skipped with a line that says how to get the data.
+
+    Args:
+        what: experiments to run; all by default.
+        rows: parts of row names; all rows by default.
+        quick: run a small version.
+        again: repeat rows that already have a result.
+        out: folder for results; this package's own by default.
+        seed: seed of every random draw.
+        say: receives one line per finished row.
     """
     unknown = [name for name in what or [] if name not in EXPERIMENTS]
     if unknown:
@@ -105,23 +117,23 @@ def run(
             except (DataError, FileError) as error:
                 if what is not None:
                     raise
-                say(f"passed over {group[0]} and {len(group) - 1} more: {error}")
+                say(f"skipped {group[0]} and {len(group) - 1} more: {error}")
         readme.write(lab)
     if not matched:
         raise LobsError(
-            f"--rows {','.join(rows or [])} matches nothing. `lobs reproduce --list` says what "
-            "there is."
+            f"--rows {','.join(rows or [])} matches no row. "
+            "`python -m experiments.dong2017 --list` lists them."
         )
     return done
 
 
 def _asked_for(row: str, parts: list[str], offered: list[str]) -> bool:
-    """Whether a part of a name stands in this row's; a whole name means that row and no longer one."""
+    """Return whether a part occurs in the row's name. A part that is a whole name means that row only."""
     return any(part == row if part in offered else part in row for part in parts)
 
 
 def _groups(rows: list[str]) -> list[list[str]]:
-    """Rows by network, so that one network's missing data does not keep the others from running."""
+    """Group rows by network. One network's missing data then does not stop the others."""
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row.split("/")[0], []).append(row)

@@ -8,14 +8,13 @@ precision, so it is kept once, in single (`lobs.calibration.wide`).
 
 from __future__ import annotations
 
-import resource
 import time
 from typing import Any
 
 import torch
 
 import lobs
-from experiments.dong2017.lab import Lab
+from experiments.dong2017.lab import Lab, peak_gigabytes
 from lobs import Sparsity, zoo
 from lobs.errors import LobsError
 from lobs.zoo.datasets import imagenet
@@ -35,7 +34,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows."""
     done = []
     for name in rows:
-        command = f"lobs --data FOLDER reproduce cost --rows {name}" + (
+        command = f"python -m experiments.dong2017 --data FOLDER cost --rows {name}" + (
             " --quick" if lab.quick else ""
         )
         done.append(
@@ -68,7 +67,7 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
         "kept_percent": 100 * cut.kept_fraction,
         "images": images,
         "minutes": round((time.perf_counter() - began) / 60, 2),
-        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gigabytes": peak_gigabytes(),
         "paper_hours": PAPER_HOURS[name],
         "settings": cut.settings,
     }

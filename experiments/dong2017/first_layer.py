@@ -21,7 +21,7 @@ METHODS = {
     "LWC": "magnitude",
     "ApoZW": "apozw",
     "L-OBS": "lobs",
-    "greedy": "exact",
+    "greedy": "greedy",
 }
 
 
@@ -34,7 +34,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """Every chosen curve, then the picture of all that there are."""
     done = []
     for short in (s for s in METHODS.values() if f"first-layer/{s}" in rows):
-        command = f"lobs reproduce first-layer --rows first-layer/{short}" + (
+        command = f"python -m experiments.dong2017 first-layer --rows first-layer/{short}" + (
             " --quick" if lab.quick else ""
         )
         done.append(
@@ -55,17 +55,17 @@ def fc1(lab: Lab) -> tuple[Subject, Problem]:
 def curve(lab: Lab, method: str) -> dict[str, Any]:
     """Accuracy against the number of first-layer weights removed."""
     who, problem = fc1(lab)
-    every = lab.few(2000 if method == "exact" else 100, 12_000)
+    every = lab.few(2000 if method == "greedy" else 100, 12_000)
     counts = [*range(0, problem.prunable, every), problem.prunable]
     states = (
-        _exact(problem, counts)
-        if method == "exact"
+        _greedy(problem, counts)
+        if method == "greedy"
         else _incremental(problem, method, counts, lab.seed)
     )
     found = [
         [count, 100 - _error(who, weight)] for count, weight in zip(counts, states, strict=True)
     ]
-    points = [SweepPoint(c, 1 - c / problem.prunable, 0.0, 100 - accuracy) for c, accuracy in found]
+    points = [SweepPoint(c, 1 - c / problem.prunable, 0.0, accuracy) for c, accuracy in found]
     knee = inflection(points)
     return {
         "points": found,
@@ -92,7 +92,7 @@ def _error(who: Subject, matrix: Tensor) -> float:
     return wrong
 
 
-def _exact(problem: Problem, counts: list[int]) -> Any:
+def _greedy(problem: Problem, counts: list[int]) -> Any:
     path = GreedyOBS().path(problem)
     return (path.cut(count).weight[0] for count in counts)
 

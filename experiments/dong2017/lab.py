@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 from lobs import zoo
-from lobs.training.retrain import Retraining, Shuffled, distillation, retrain
+from lobs._system.run_log import peak_bytes
+from lobs.training.objectives import Shuffled, distillation
+from lobs.training.retrain import Retraining, retrain
+from lobs.training.staged import StageResult
 from lobs.zoo.datasets import sets
 from lobs.zoo.datasets.labelled import LabelledImages
 from lobs.zoo.training import error_rate
@@ -91,6 +94,10 @@ class Subject:
         """Test error in percent."""
         return error_rate(model, self.test)
 
+    def score(self, model: nn.Module) -> float:
+        """Return the test error with its sign changed: larger is better, as `retrain` wants it."""
+        return -self.error(model)
+
     def calibration(self, lab: Lab) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As many training images as `CALIBRATION` says, or the first 2,000 in the quick version."""
         return self.train.batches(1000, limit=lab.few(CALIBRATION[self.name], 2000))
@@ -116,6 +123,24 @@ LIGHT_RATES = {"lenet300": 2e-3, "lenet5": 2e-3, "cifarnet": 2e-3, "cifarnet-wid
 STAGED_RATES = {"lenet300": 5e-3, "lenet5": 5e-3, "cifarnet": 2e-3}
 
 
+def errors(history: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return a history of scores as one of test errors."""
+    return [(iteration, -score) for iteration, score in history]
+
+
+def stage_row(stage: StageResult) -> dict[str, Any]:
+    """Return a stage's numbers with test errors, as the result files hold them."""
+    assert stage.pruned_score is not None and stage.score is not None
+    return {
+        "kept": stage.kept,
+        "total": stage.total,
+        "pruned_error": -stage.pruned_score,
+        "error": -stage.score,
+        "iterations": stage.iterations,
+        "history": errors(stage.history),
+    }
+
+
 def light(
     who: Subject, model: nn.Module, masks: Any, iterations: int, seed: int, every: int = 50
 ) -> Retraining:
@@ -124,9 +149,10 @@ def light(
         model,
         masks,
         who.shuffled(LIGHT_BATCH),
-        evaluate=who.error,
+        evaluate=who.score,
         every=every,
         iterations=iterations,
+        progress=False,
         **light_settings(who, seed),
     )
 
@@ -142,5 +168,10 @@ def light_settings(
         "teacher": who.model,
         "loss": distillation(2.0),
         "seed": seed,
-        "progress": False,
     }
+
+
+def peak_gigabytes() -> float | None:
+    """Return the most memory that this process has used; None where the system does not say."""
+    most = peak_bytes()
+    return None if most is None else most / 2**30

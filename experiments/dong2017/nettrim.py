@@ -95,7 +95,7 @@ class _Program:
         for step in range(1, iterations + 1):
             v = solve((u - du) + (z - dz) @ x.T)
             vx = v @ x
-            # Over-relaxation: the next points single_copy beyond the last.
+            # Over-relaxation: the next points lean beyond the last.
             a, b = _RELAXATION * v + (1 - _RELAXATION) * u, _RELAXATION * vx + (1 - _RELAXATION) * z
             before_u, before_z = u, z
             u, z = self._shrink(a + du, 1.0 / penalty), self._project(b + dz)

@@ -1,4 +1,4 @@
-"""The page that puts paper and ours side by side, made from the result files and nothing else."""
+"""Write the page that compares the paper's numbers with ours, from the result files alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lobs import zoo
 _FRONT = """# Layer-wise optimal brain surgery, the paper again
 
 Dong, Chen, Pan: *Learning to Prune Deep Neural Networks via Layer-wise Optimal Brain Surgeon*, NeurIPS 2017. This page is written by
-`lobs reproduce` from the files in `results/`; each holds its command, seed and seconds. Errors are test errors in percent. CR is kept
-weights over all weights, lower is better. `lobs --data FOLDER reproduce --quick` does it in small, in 3 min 8 s on two cores without the two rows on CIFAR-10 (4 min 51 s with them, by an earlier form).
+`python -m experiments.dong2017` from the files in `results/`; each holds its command, seed and seconds. Errors are test errors in percent. CR is kept
+weights over all weights, lower is better. `python -m experiments.dong2017 --data FOLDER --quick` does it in small, in 3 min 8 s on two cores without the two rows on CIFAR-10 (4 min 51 s with them, by an earlier form).
 """
 _NOTES = """## How to read it, and where it differs
 
@@ -53,19 +53,19 @@ _NOTES = """## How to read it, and where it differs
 - **DNS** has fixed thresholds from the dense weights and the weight decay that the network was trained with; the kept fraction is what comes out.
 - **CIFAR-Net**: the paper calls it a revised AlexNet of three convolutions and two fully-connected layers and gives no widths, nor how much each
   layer keeps. Two are here. The one with the widths of Caffe's cifar10_quick has 145,000 weights, most of them in convolutions; 9 % of them are too few (its
-  LWC, L-OBS and exact rows keep 9 % of every layer, of a first layer of 75 inputs too, which destroys it). The one with AlexNet's proportions has 1,024
-  units between the same convolutions and the output, so that its fully-connected layers hold 93 % of 1.1 million weights, as AlexNet's hold 96 %; its LWC, L-OBS and exact rows
+  LWC, L-OBS and greedy rows keep 9 % of every layer, of a first layer of 75 inputs too, which destroys it). The one with AlexNet's proportions has 1,024
+  units between the same convolutions and the output, so that its fully-connected layers hold 93 % of 1.1 million weights, as AlexNet's hold 96 %; its LWC, L-OBS and greedy rows
   keep of each layer what Han et al. keep of AlexNet's, and of the first fully-connected one what is then left of 9 %. Both are 3 to 4 points better than the paper's before pruning. The
   small one is not the recipe of `lobs train cifarnet` to the letter: its training was interrupted, ran 12 epochs of it and ended with 1,559 steps
   whose rate falls linearly to zero. The other one is (`lobs train cifarnet-wide`, 533 s).
 - **Calibration** takes all 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 20,000 for both CIFAR-Nets, but LeNet-5's `L-OBS` and
-  `exact, the paper's CRs` had 60,000.
+  `greedy, the paper's CRs` had 60,000.
 - **Light retraining** is Adam with a cosine rate, batches of 512, and the dense network's outputs in place of labels. The paper does not publish
   its settings; its "original learning rate" with labels is the row of that name and the retraining figure.
 - **How settings were chosen**: first, seven settings (optimiser, batch size, labels or outputs) for L-OBS at 510 iterations on LeNet-300-100
   were looked at *on the test set*, and the kind of training kept, Adam on the dense outputs in batches of 512, was the best of them there. So
   every lightly retrained row of LeNet-300-100 is a little flattered. Rates and stages were then chosen on a LeNet-300-100 of another seed,
-  trained on 55,000 images, by its error on the other 5,000; `lobs reproduce tuning` runs most of that again. LeNet-5 and CIFAR-Net take the
+  trained on 55,000 images, by its error on the other 5,000; `python -m experiments.dong2017 tuning` runs most of that again. LeNet-5 and CIFAR-Net take the
   same settings, chosen on neither.
 - **L-OBS (iterative)** does not reproduce: the network is nearly destroyed by the second pruning and 643 iterations do not bring it back. The
   paper gives neither its retraining settings nor how it divides the iterations between the stages; here they are 300 + 343 (LeNet-300-100)
@@ -76,10 +76,10 @@ _NOTES = """## How to read it, and where it differs
   itself", which leaves it out. `settings` in the result file says what it was for the row.
 - **Which rows are older**: the `default` rows of both LeNets, of ResNet-50 but `default-30`, LeNet-300-100's "shared budget" rows to 1.5 % in one stage and in 10,000 iterations and LeNet-5's in one stage have the solver
   and the compensation as they are now. The small CIFAR-Net's `default` rows, the other "shared budget" rows and `default-30` ran with an earlier start of `auto` (its errors by layer were some 1 % higher) and layer by layer;
-  `lobs reproduce --again` would run them anew. Since then `auto` starts two penalties earlier where more than a fifth is kept, which changes errors by layer by two thousandths at most and the LeNets at
+  `python -m experiments.dong2017 --again` would run them anew. Since then `auto` starts two penalties earlier where more than a fifth is kept, which changes errors by layer by two thousandths at most and the LeNets at
   these fractions in rounding only, and looks for columns that replace each other, of which these networks have next to none; only the rows of the CIFAR-Net with AlexNet's proportions called "default" and LeNet-300-100's to 1.75 % ran with that.
 - **ResNet-50's `auto` rows** ran before moments of few samples were damped (its last layer has 2,048 inputs and saw 500 images, its widest convolutions 4,608 and 24,500 patches) and have no
-  re-estimated batch norms, which `shared-30` has; `lobs reproduce --again` would run them anew.
+  re-estimated batch norms, which `shared-30` has; `python -m experiments.dong2017 --again` would run them anew.
 - **ResNet-50's `default` rows** are `lobs.prune` with its default solver and inputs at one CR for every layer. `default-50` had two cores to itself. The others that are not older had one core each, shared
   with test runs in part; `default-30` two that other runs took one of for most of it.
 - **VGG-16** was calibrated on 100 images, AlexNet on 1,000, both with an earlier form of the solver. VGG-16's minutes hold two of a pause and many shared with test runs; it used 8,728 seconds of one core, 73 minutes of two.
@@ -128,7 +128,15 @@ _FIGURES = [
 
 
 def write(lab: Lab) -> Path:
-    """Make the page from all results that there are."""
+    """Write the page of all results and return its path."""
+    lab.out.mkdir(parents=True, exist_ok=True)
+    path = lab.out / "README.md"
+    path.write_text(page(lab))
+    return path
+
+
+def page(lab: Lab) -> str:
+    """Return the page of all results that have a file."""
     results = {
         p.stem: json.loads(p.read_text()) for p in sorted((lab.out / "results").glob("*.json"))
     }
@@ -143,10 +151,7 @@ def write(lab: Lab) -> Path:
         *_missing(results),
         _NOTES,
     ]
-    lab.out.mkdir(parents=True, exist_ok=True)
-    path = lab.out / "README.md"
-    path.write_text("\n".join(parts))
-    return path
+    return "\n".join(parts)
 
 
 def _n(value: Any, form: str = ".2f") -> str:
@@ -241,7 +246,11 @@ def _table2(results: dict[str, Any]) -> list[str]:
         "seconds",
     ]
     title = "## Table 2: second layer of LeNet-300-100 alone\n"
-    return [title, _table(columns, rows), "Command: `lobs reproduce table2`.\n"] if rows else []
+    return (
+        [title, _table(columns, rows), "Command: `python -m experiments.dong2017 table2`.\n"]
+        if rows
+        else []
+    )
 
 
 def _figures(lab: Lab, results: dict[str, Any]) -> list[str]:
@@ -321,7 +330,7 @@ def _resnet(results: dict[str, Any]) -> list[str]:
         "Statistics come from as many training images as the row has seen. The fall is counted on "
         "the same images, with its standard error. "
         "The layer-wise methods share one calibration; peak memory is the whole "
-        "process's.\n\nCommand: `lobs --data FOLDER reproduce resnet`.\n"
+        "process's.\n\nCommand: `python -m experiments.dong2017 --data FOLDER resnet`.\n"
     )
     return ["## ResNet-50\n", _table(columns, rows), words] if rows else []
 
@@ -351,7 +360,7 @@ def _cost(results: dict[str, Any]) -> list[str]:
         [
             "## Cost at real size\n",
             _table(columns, rows),
-            "Command: `lobs --data FOLDER reproduce cost`.\n",
+            "Command: `python -m experiments.dong2017 --data FOLDER cost`.\n",
         ]
         if rows
         else []
@@ -368,7 +377,7 @@ def _missing(results: dict[str, Any]) -> list[str]:
             if prefix + name.replace("/", "-") not in results:
                 lacking.setdefault(name.split("/")[0], []).append(name.split("/")[1])
     words = "\n".join(f"- `{group}/`: {', '.join(names)}" for group, names in lacking.items())
-    words += "\n\n`lobs reproduce --rows NAME` runs one of them; those on CIFAR-10 and ImageNet need `--data FOLDER`.\n"
+    words += "\n\n`python -m experiments.dong2017 --rows NAME` runs one of them; those on CIFAR-10 and ImageNet need `--data FOLDER`.\n"
     return ["## Not run yet\n", words] if lacking else []
 
 
@@ -379,4 +388,8 @@ def _tuning(results: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     columns = ["plan and rate", "dense", "pruned", "retrained", "iterations", "seconds"]
     title = "## Choosing settings, on 5,000 training images kept back\n"
-    return [title, _table(columns, rows), "Command: `lobs reproduce tuning`.\n"] if rows else []
+    return (
+        [title, _table(columns, rows), "Command: `python -m experiments.dong2017 tuning`.\n"]
+        if rows
+        else []
+    )

@@ -1,4 +1,4 @@
-"""ResNet-50 on ImageNet, all layers at one CR: top-1 and top-5 against the CR for magnitude, L-OBS, exact and the default method.
+"""ResNet-50 on ImageNet, all layers at one CR: top-1 and top-5 against the CR for magnitude, L-OBS, greedy and the default method.
 
 Statistics come from `CALIBRATION` of the training images in the data folder, accuracy from its
 3,000 validation images for the rows that matter most (`CLOSELY`) and from a third of them for the
@@ -12,7 +12,6 @@ inputs, batch norms re-estimated.
 from __future__ import annotations
 
 import copy
-import resource
 import time
 from functools import cache
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 
 import lobs
 from experiments.dong2017 import pictures
-from experiments.dong2017.lab import Lab
+from experiments.dong2017.lab import Lab, peak_gigabytes
 from lobs import Problem, Sparsity, collect_moments, solve, zoo
 from lobs.calibration.forward import evaluating
 from lobs.calibration.layer_problem import layer_problem
@@ -33,7 +32,7 @@ NETWORK = "resnet50-v1"
 METHODS = {
     "LWC": "magnitude",
     "L-OBS": "lobs",
-    "greedy": "exact",
+    "greedy": "greedy",
     "auto, dense inputs": "auto",
     "default": "default",
 }
@@ -42,7 +41,7 @@ KEPT = (80, 70, 60, 50, 45, 40, 30)
 # tested on.
 CALIBRATION = 1000
 VALIDATION, FEWER = 3000, 1000
-CLOSELY = ("dense", "lobs-50", "exact-50", "auto-50", "default-50", "default-30", "shared-30")
+CLOSELY = ("dense", "lobs-50", "greedy-50", "auto-50", "default-50", "default-30", "shared-30")
 
 
 def names() -> list[str]:
@@ -61,7 +60,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows, by CR so that the picture grows from left to right, then the picture."""
     done = []
     for name in rows:
-        command = f"lobs --data FOLDER reproduce resnet --rows {name}" + (
+        command = f"python -m experiments.dong2017 --data FOLDER resnet --rows {name}" + (
             " --quick" if lab.quick else ""
         )
         done.append(
@@ -89,7 +88,7 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
         # same images.
         "right": "".join(map(str, right)),
         "test_seconds": round(time.perf_counter() - began),
-        "peak_gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "peak_gigabytes": peak_gigabytes(),
     }
 
 
@@ -114,7 +113,7 @@ def _pruned(lab: Lab, method: str, percent: str) -> tuple[nn.Module, dict[str, A
             "layers": kept,
         }
     problems, calibrated = _problems(lab)
-    paths, swept = _paths(lab) if method == "exact" else ({}, 0.0)
+    paths, swept = _paths(lab) if method == "greedy" else ({}, 0.0)
     began = time.perf_counter()
     model = copy.deepcopy(_network())
     found = {}

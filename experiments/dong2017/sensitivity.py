@@ -24,7 +24,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     works = {"sensitivity/histogram": histogram, "sensitivity/epsilon": epsilon}
     done = []
     for name in rows:
-        command = f"lobs reproduce sensitivity --rows {name}" + (" --quick" if lab.quick else "")
+        command = f"python -m experiments.dong2017 sensitivity --rows {name}" + (
+            " --quick" if lab.quick else ""
+        )
         done.append(lab.result(name.replace("/", "-"), lambda name=name: works[name](lab), command))
         (_draw_histogram if name.endswith("histogram") else _draw_epsilon)(lab, done[-1])
     return done

@@ -1,10 +1,11 @@
-"""Dynamic network surgery (DNS; Guo, Yao, Chen 2016): magnitude masks that are redrawn while the network trains.
+"""Dynamic network surgery (DNS; Guo, Yao, Chen 2016): masks are redrawn while the network trains.
 
 Each layer has two thresholds, a < b, around mean + c·deviation of its dense |w|. A weight below a
-is cut, one above b is spliced back, one between stays as it is. The forward pass uses the masked
-weights, while *all* weights go on learning from the gradient at the masked ones, which is how a cut
-weight can come back. Masks are redrawn with a probability that falls as training goes on, and not
-at all in its last part.
+is cut. A weight above b is spliced back. Between them the mask stays as it is.
+
+The forward pass uses the masked weights. All weights learn from the gradient at the masked ones,
+so a cut weight can come back. Masks are redrawn with a probability that falls during training.
+They are frozen in its last part.
 """
 
 from __future__ import annotations
@@ -20,38 +21,43 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from lobs._system.progress import shown, track
 from lobs.calibration.forward import call
 from lobs.errors import TrainingError
 from lobs.layers import Layer, find_layers
 from lobs.solvers.masks import joined
-from lobs.training.retrain import Loss, MakeOptimizer, sgd
+from lobs.training.objectives import Loss, MakeOptimizer, sgd
 
 
 @dataclass(frozen=True)
 class Surgery:
-    """The rule: thresholds at (1 ∓ margin)·(mean + c·deviation), redrawn with probability (1 + gamma·iteration)^(−power)."""
+    """Hold thresholds and schedule.
+
+    Thresholds are (1 ∓ margin)·(mean + c·deviation). Masks are redrawn with probability
+    (1 + gamma·iteration)^(−power). `decay` maps the fraction of training to a factor of the
+    learning rate.
+    """
 
     c: float | Mapping[str, float]
     margin: float = 0.1
     gamma: float = 1e-4
     power: float = 1.0
-    freeze_after: float = 0.75  # the fraction of training after which masks stay
+    freeze_after: float = 0.75  # the fraction of training after which masks are frozen
+    decay: Callable[[float], float] = lambda t: 1.0
 
     def thresholds(self, name: str, weight: Tensor) -> tuple[float, float]:
-        """(a, b) of a layer, from its dense weights."""
+        """Return (a, b) of a layer, from its dense weights."""
         c = self.c[name] if isinstance(self.c, Mapping) else self.c
         size = weight.detach().abs()
         middle = max(float(size.mean() + c * size.std()), 0.0)
         return (1 - self.margin) * middle, (1 + self.margin) * middle
 
     def probability(self, iteration: int) -> float:
-        """How likely masks are redrawn at an iteration."""
+        """Return the probability that masks are redrawn at an iteration."""
         return float((1 + self.gamma * iteration) ** -self.power)
 
 
 def redraw(weight: Tensor, mask: Tensor, a: float, b: float) -> Tensor:
-    """Cut below a, splice back from b on, leave what lies between.
+    """Cut weights below a, splice back those from b on, keep the mask between.
 
     >>> redraw(torch.tensor([0.1, -0.5, 0.5, -0.9]), torch.tensor([True, True, False, False]), 0.4, 0.6).tolist()
     [False, True, False, True]
@@ -61,7 +67,10 @@ def redraw(weight: Tensor, mask: Tensor, a: float, b: float) -> Tensor:
 
 
 def threshold_c(weight: Tensor, kept: float) -> float:
-    """The c whose threshold keeps this fraction of the dense weights: a start, since magnitudes move while training."""
+    """Return the c whose threshold keeps this fraction of the dense weights.
+
+    Training then moves the magnitudes, so the fraction is a start only.
+    """
     size = weight.detach().abs().flatten()
     cut = size.sort().values[min(len(size) - 1, int((1 - kept) * len(size)))]
     return float((cut - size.mean()) / size.std())
@@ -69,7 +78,10 @@ def threshold_c(weight: Tensor, kept: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Operated:
-    """A network after surgery: masked weights, the masks by parameter name, (iteration, error, kept fraction) on the way."""
+    """Hold a network after surgery: masked weights and masks by parameter name.
+
+    `history` lists (iteration, error, kept fraction).
+    """
 
     model: nn.Module
     masks: dict[str, Tensor]
@@ -79,7 +91,7 @@ class Operated:
 
     @property
     def kept_fraction(self) -> float:
-        """Kept weights over all weights of the layers operated on."""
+        """Return kept weights over all weights of the layers operated on."""
         return sum(int(m.sum()) for m in self.masks.values()) / sum(
             m.numel() for m in self.masks.values()
         )
@@ -93,33 +105,28 @@ def operate(
     iterations: int,
     loss: Loss = F.cross_entropy,
     optimizer: MakeOptimizer | None = None,
-    decay: Callable[[float], float] = lambda t: 1.0,
     layers: str | Iterable[str] | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     every: int = 1000,
     seed: int = 0,
-    progress: bool = True,
 ) -> Operated:
     """Train and prune at once by dynamic network surgery; `model` is untouched.
 
     Args:
         model: the dense network.
-        data: batches of (input, label), run through again and again.
+        data: batches of (input, label), repeated until the iterations are done.
         rule: thresholds and schedule.
-        iterations: how long.
-        loss: of (outputs, labels).
+        iterations: number of optimiser steps.
+        loss: a function of (outputs, labels).
         optimizer: makes an optimiser from a list of parameters; `sgd()` by default.
-        decay: factor of the learning rate at a fraction of the way.
         layers: names or globs; all that `lobs` can prune by default.
-        evaluate: an error, looked at every `every` iterations and at the end.
-        every: iterations between looks.
-        seed: of the order of the data, of dropout and of the redrawing.
-        progress: draw a bar on a terminal.
+        evaluate: an error, measured every `every` iterations and at the end.
+        every: iterations between two measurements.
+        seed: seed of the data order, of dropout and of the redrawing.
     """
     if isinstance(data, Iterator):
         raise TrainingError(
-            "data is run through again and again: pass a list, a DataLoader or Shuffled, not a "
-            "generator."
+            "data is a generator, which ends after one pass: pass a list, a DataLoader or Shuffled."
         )
     work = copy.deepcopy(model)
     patient = _Patient(find_layers(work, layers), rule)
@@ -128,15 +135,11 @@ def operate(
     history: list[tuple[int, float, float]] = []
     began = time.perf_counter()
     work.train()
-    with (
-        shown(progress),
-        track("surgery", iterations) as advance,
-        torch.random.fork_rng(devices=[]),
-    ):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for t, batch in enumerate(_forever(data, iterations)):
             for group, rate in zip(optimiser.param_groups, rates, strict=True):
-                group["lr"] = rate * decay(t / iterations)
+                group["lr"] = rate * rule.decay(t / iterations)
             if t < rule.freeze_after * iterations and float(torch.rand(())) < rule.probability(t):
                 patient.redraw()
             with patient.masked():
@@ -144,7 +147,6 @@ def operate(
                 optimiser.zero_grad()
                 value.backward()  # type: ignore[no-untyped-call]
             optimiser.step()  # on the dense weights, with the gradient at the masked ones
-            advance(1)
             if evaluate is not None and ((t + 1) % every == 0 or t + 1 == iterations):
                 with patient.masked(), torch.random.fork_rng(devices=[]):
                     history.append((t + 1, float(evaluate(work)), patient.kept_fraction))
@@ -168,7 +170,7 @@ def _forever(data: Iterable[Any], iterations: int) -> Iterator[Any]:
 
 
 class _Patient:
-    """Layers under surgery: dense weights in the module, masks beside them."""
+    """Hold the layers under surgery: dense weights in the module, masks beside them."""
 
     def __init__(self, layers: list[Layer], rule: Surgery) -> None:
         if isinstance(rule.c, Mapping):
@@ -191,7 +193,7 @@ class _Patient:
 
     @contextmanager
     def masked(self) -> Iterator[None]:
-        """Masked weights inside, the dense ones again outside."""
+        """Mask the weights inside the block and restore the dense ones after it."""
         dense = [layer.weight.detach().clone() for layer in self.layers]
         self.close()
         try:
@@ -203,7 +205,7 @@ class _Patient:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Put the masks on."""
+        """Apply the masks."""
         for layer, mask in zip(self.layers, self.masks, strict=True):
             layer.weight.masked_fill_(~mask, 0)
 

@@ -13,10 +13,20 @@ from typing import Any
 
 import lobs
 from experiments.dong2017 import few_iterations
-from experiments.dong2017.lab import STAGED_RATES, Lab, Subject, light, light_settings, subject
+from experiments.dong2017.lab import (
+    STAGED_RATES,
+    Lab,
+    Subject,
+    errors,
+    light,
+    light_settings,
+    stage_row,
+    subject,
+)
 from experiments.dong2017.surgery import Surgery, operate, threshold_c
 from lobs import Sparsity, zoo
-from lobs.training.retrain import retrain, sgd
+from lobs.training.objectives import sgd
+from lobs.training.retrain import retrain
 from lobs.training.staged import Stage, prune_in_stages
 
 HAN = {
@@ -103,7 +113,7 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
         assert recipe is not None
         trained = retrain(
             cut.model, cut.masks, who.shuffled(recipe.batch_size), optimizer=sgd(recipe.learning_rate / 10, weight_decay=recipe.weight_decay),
-            iterations=lab.few(_CAP[row.network], 100), until_error=wanted, evaluate=who.error, every=lab.few(250, 50), seed=lab.seed, progress=False,
+            iterations=lab.few(_CAP[row.network], 100), until_score=-wanted, evaluate=who.score, every=lab.few(250, 50), seed=lab.seed, progress=False,
         )  # fmt: skip
         note = (
             ""
@@ -112,9 +122,9 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
         )
         return {
             **found,
-            "retrained": trained.error,
+            "retrained": errors(trained.history)[-1][1],
             "iterations": trained.iterations,
-            "history": trained.history,
+            "history": errors(trained.history),
             "note": note,
         }
 
@@ -133,7 +143,8 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
         if hasattr(module, "weight")
     }
     rule = Surgery(
-        {name: threshold_c(weights[name], kept) for name, kept in DNS_START[row.network].items()}
+        {name: threshold_c(weights[name], kept) for name, kept in DNS_START[row.network].items()},
+        decay=lambda t: 0.5 + 0.5 * math.cos(math.pi * t),
     )
     recipe = zoo.entry(row.network).recipe
     assert recipe is not None
@@ -141,7 +152,7 @@ def surgery(lab: Lab, row: Row) -> dict[str, Any]:
     done = operate(
         who.model, who.shuffled(recipe.batch_size), rule, iterations=lab.few(iterations, 200),
         optimizer=sgd(recipe.learning_rate, weight_decay=recipe.weight_decay),
-        decay=lambda t: 0.5 + 0.5 * math.cos(math.pi * t), evaluate=who.error, every=lab.few(1000, 100), seed=lab.seed, progress=False,
+        evaluate=who.error, every=lab.few(1000, 100), seed=lab.seed,
     )  # fmt: skip
     return {
         "original": who.error(who.model), "kept_percent": 100 * done.kept_fraction, "pruned": None, "retrained": who.error(done.model),
@@ -190,7 +201,7 @@ def once(
                 data,
                 optimizer=rate,
                 iterations=steps,
-                evaluate=who.error,
+                evaluate=who.score,
                 seed=lab.seed,
                 progress=False,
             )
@@ -198,9 +209,9 @@ def once(
             trained = light(who, cut.model, cut.masks, steps, lab.seed)
         return {
             **found,
-            "retrained": trained.error,
+            "retrained": errors(trained.history)[-1][1],
             "iterations": trained.iterations,
-            "history": trained.history,
+            "history": errors(trained.history),
         }
 
     return work
@@ -228,13 +239,13 @@ def staged(
             pruning = {}
         settings = light_settings(who, lab.seed, STAGED_RATES)
         done = prune_in_stages(
-            who.model, who.calibration(lab), who.shuffled(512), plan, evaluate=who.error, pruning=pruning,
+            who.model, who.calibration(lab), who.shuffled(512), plan, evaluate=who.score, pruning=pruning,
             retraining={**settings, "every": 50}, progress=False,
         )  # fmt: skip
-        last = done.stages[-1]
+        last, rows = done.stages[-1], [stage_row(stage) for stage in done.stages]
         return {
-            "original": who.error(who.model), "kept_percent": 100 * last.kept_fraction, "pruned": last.pruned_error, "retrained": last.error,
-            "iterations": done.iterations, "stages": [vars(stage) for stage in done.stages],
+            "original": who.error(who.model), "kept_percent": 100 * last.kept_fraction, "pruned": rows[-1]["pruned_error"], "retrained": rows[-1]["error"],
+            "iterations": done.iterations, "stages": rows,
             "settings": {"pruning": pruning or "defaults", "samples": sum(len(y) for _, y in who.calibration(lab)), "stages": list(map(repr, plan))},
         }  # fmt: skip
 
@@ -268,8 +279,10 @@ ROWS = [
         Paper(1.76, 1.5, 2.43, 1.96, 643),
         staged((300, 343)),
     ),
-    Row("lenet300/exact", "exact, the paper's CRs", _L3, None, once("exact", "paper", 0)),
-    Row("lenet300/exact-light", "exact, light retraining", _L3, None, once("exact", "paper", 510)),
+    Row("lenet300/greedy", "greedy, the paper's CRs", _L3, None, once("greedy", "paper", 0)),
+    Row(
+        "lenet300/greedy-light", "greedy, light retraining", _L3, None, once("greedy", "paper", 510)
+    ),
     Row("lenet300/default", "default, 7 %", _L3, None, once(None, 0.07, 0)),
     Row(
         "lenet300/by-layer",
@@ -341,8 +354,8 @@ ROWS = [
         Paper(1.27, 0.9, 2.04, 1.66, 841),
         staged((400, 441)),
     ),
-    Row("lenet5/exact", "exact, the paper's CRs", _L5, None, once("exact", "paper", 0)),
-    Row("lenet5/exact-light", "exact, light retraining", _L5, None, once("exact", "paper", 740)),
+    Row("lenet5/greedy", "greedy, the paper's CRs", _L5, None, once("greedy", "paper", 0)),
+    Row("lenet5/greedy-light", "greedy, light retraining", _L5, None, once("greedy", "paper", 740)),
     Row("lenet5/default", "default, 7 %", _L5, None, once(None, 0.07, 0)),
     Row(
         "lenet5/by-layer",
@@ -385,7 +398,7 @@ ROWS = [
         Paper(18.57, 9, 21.32, 18.76, 1020),
         once("lobs", "han", 1020),
     ),
-    Row("cifarnet/exact", "exact, 9 % of every layer", _CN, None, once("exact", "han", 0)),
+    Row("cifarnet/greedy", "greedy, 9 % of every layer", _CN, None, once("greedy", "han", 0)),
     Row("cifarnet/default", "default, 9 %", _CN, None, once(None, 0.09, 0)),
     Row(
         "cifarnet/default-light",
@@ -416,11 +429,11 @@ ROWS = [
         once("lobs", 0.09, 0),
     ),
     Row(
-        "cifarnet-wide/exact",
-        "exact, as much of each layer as L-OBS",
+        "cifarnet-wide/greedy",
+        "greedy, as much of each layer as L-OBS",
         _CW,
         None,
-        once("exact", "paper", 0),
+        once("greedy", "paper", 0),
     ),
     Row("cifarnet-wide/default", "default, 9 %", _CW, None, once(None, 0.09, 0)),
     Row(
@@ -442,7 +455,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """Run the chosen rows, skipping what is done."""
     done = []
     for row in (r for r in ROWS if r.name in rows):
-        command = f"lobs reproduce table1 --rows {row.name}" + (" --quick" if lab.quick else "")
+        command = f"python -m experiments.dong2017 table1 --rows {row.name}" + (
+            " --quick" if lab.quick else ""
+        )
         done.append(lab.result(f"table1-{row.name}", lambda row=row: row.work(lab, row), command))
     for network in {row.network for row in ROWS if row.name in rows}:
         few_iterations.draw(lab, network)

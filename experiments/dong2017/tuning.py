@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 import lobs
-from experiments.dong2017.lab import Lab, Subject
+from experiments.dong2017.lab import Lab, Subject, errors, stage_row
 from lobs import Sparsity, zoo
-from lobs.training.retrain import distillation, retrain
+from lobs.training.objectives import distillation
+from lobs.training.retrain import retrain
 from lobs.training.staged import Stage, prune_in_stages
 from lobs.zoo.datasets import mnist
 from lobs.zoo.datasets.labelled import LabelledImages
@@ -40,7 +41,9 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
     """The chosen rows."""
     done = []
     for name in rows:
-        command = f"lobs reproduce tuning --rows {name}" + (" --quick" if lab.quick else "")
+        command = f"python -m experiments.dong2017 tuning --rows {name}" + (
+            " --quick" if lab.quick else ""
+        )
         done.append(
             lab.result(name, lambda name=name: row(lab, name.removeprefix("tuning/")), command)
         )
@@ -70,7 +73,7 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
     )
     settings: dict[str, Any] = {
         "optimizer": lambda parameters: torch.optim.Adam(parameters, float(rate)), "decay": "cosine", "teacher": who.model,
-        "loss": distillation(2.0), "seed": lab.seed, "every": 10**6, "progress": False,
+        "loss": distillation(2.0), "seed": lab.seed, "every": 10**6,
     }  # fmt: skip
     calibration, data = who.train.batches(1000, limit=lab.few(20_000, 2000)), who.shuffled(512)
     if plan == "rate":
@@ -80,12 +83,18 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
             who.model, calibration, target, solver="lobs", inputs="dense", progress=False
         )
         done = retrain(
-            cut.model, cut.masks, data, iterations=lab.few(510, 5), evaluate=who.error, **settings
+            cut.model,
+            cut.masks,
+            data,
+            iterations=lab.few(510, 5),
+            evaluate=who.score,
+            progress=False,
+            **settings,
         )
         return {
             "dense": who.error(who.model),
-            "pruned": done.history[0][1],
-            "retrained": done.error,
+            "pruned": errors(done.history)[0][1],
+            "retrained": errors(done.history)[-1][1],
             "iterations": done.iterations,
         }
     stages = [
@@ -97,14 +106,14 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
         calibration,
         data,
         stages,
-        evaluate=who.error,
+        evaluate=who.score,
         retraining=settings,
         progress=False,
     )
-    last = staged.stages[-1]
+    last = stage_row(staged.stages[-1])
     return {
         "dense": who.error(who.model),
-        "pruned": last.pruned_error,
-        "retrained": last.error,
+        "pruned": last["pruned_error"],
+        "retrained": last["error"],
         "iterations": staged.iterations,
     }

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 
 class LobsError(Exception):
@@ -61,17 +62,74 @@ class NumericalWarning(UserWarning):
     """The result is valid, but a matrix was regularised; the message says which and by how much."""
 
 
-_given: ContextVar[set[str] | None] = ContextVar("lobs_warnings_given", default=None)
+# What the notes about single layers add up to, by kind: what happened, and what to make of it.
+_KINDS = {
+    "regularised": ("needed regularisation", "Normal for image borders and units that never fire."),
+    "few samples": (
+        "had fewer samples than inputs",
+        "Their errors say little about new data: use more calibration samples.",
+    ),
+}
+_NAMED = 3  # layers that a summary names
+
+
+@dataclass
+class _Notes:
+    """Warnings that a block has given, and notes that it sums up at its end."""
+
+    matters: set[str] = field(default_factory=set)
+    layers: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Return one line about all layers, or nothing."""
+        parts = []
+        for kind, (happened, advice) in _KINDS.items():
+            found = self.layers.get(kind, {})
+            if found:
+                named = [f"{layer}: {detail}" for layer, detail in list(found.items())[:_NAMED]]
+                more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
+                count = "1 layer" if len(found) == 1 else f"{len(found)} layers"
+                parts.append(f"{count} {happened} ({'; '.join(named + more)}). {advice}")
+        return " ".join(parts)
+
+
+_notes: ContextVar[_Notes | None] = ContextVar("lobs_notes", default=None)
 
 
 @contextmanager
 def warning_once() -> Iterator[None]:
-    """Inside this block, give each warning with a `matter` only once."""
-    token = _given.set(set())
+    """Inside this block, give each warning with a `matter` only once.
+
+    Notes about layers are summed up in one warning at its end, unless it fails. A block inside
+    another one leaves that to the outer block.
+    """
+    if _notes.get() is not None:
+        yield
+        return
+    notes = _Notes()
+    token = _notes.set(notes)
     try:
         yield
     finally:
-        _given.reset(token)
+        _notes.reset(token)
+    if text := notes.summary():
+        caution(text)
+
+
+def note_layer(kind: str, layer: str, detail: str, message: str) -> None:
+    """Note that a layer's problem was regularised; a block of `warning_once` sums notes up.
+
+    Args:
+        kind: "regularised" or "few samples".
+        layer: the layer's name.
+        detail: a few words about it, for the summary.
+        message: the whole sentence, given at once where nothing sums it up.
+    """
+    notes = _notes.get()
+    if notes is None:
+        caution(message)
+    else:
+        notes.layers.setdefault(kind, {}).setdefault(layer, detail)
 
 
 def caution(message: str, matter: str | None = None) -> None:
@@ -80,11 +138,11 @@ def caution(message: str, matter: str | None = None) -> None:
     Frames of torch or of the standard library may lie between two of ours, so frames are not
     counted but searched. Inside `warning_once` a warning with the same `matter` comes only once.
     """
-    given = _given.get()
-    if given is not None and matter is not None:
-        if matter in given:
+    notes = _notes.get()
+    if notes is not None and matter is not None:
+        if matter in notes.matters:
             return
-        given.add(matter)
+        notes.matters.add(matter)
     place = frame = sys._getframe(1)
     while frame.f_back is not None:
         ours = str(frame.f_globals.get("__name__")).partition(".")[0] == __package__

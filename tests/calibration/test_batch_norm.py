@@ -174,7 +174,9 @@ def test_what_evaluate_does_to_a_network_is_in_the_certificate():
 
     x = data()
     found = lobs.prune(model, x, lobs.Budget(drop=0.5, evaluate=trains_a_little), progress=False)
-    assert found.certificate.measured == pytest.approx(compare(model, found.model, x).output, rel=1e-5)
+    assert found.certificate.measured == pytest.approx(
+        compare(model, found.model, x).output, rel=1e-5
+    )
 
 
 def test_a_channel_without_variance_and_a_norm_without_epsilon_stay_finite():
@@ -277,7 +279,9 @@ def test_pruning_reestimates_by_default_and_reports_a_smaller_deviation():
     assert effect is not None and effect.changed and effect.layers == ("1", "4", "8")
     assert effect.after < effect.before
     assert result.certificate.measured == pytest.approx(effect.after)
-    assert effect.before == pytest.approx(compare(model, pruned_without(model, batches).output, batches))
+    assert effect.before == pytest.approx(
+        compare(model, pruned_without(model, batches), batches).output
+    )
     assert (
         "3 batch norms re-estimated" in result.summary()
         and "re-estimated" in result.settings["batch norm"]

@@ -90,7 +90,7 @@ def test_a_numpy_array_is_refused_with_its_type_its_shape_and_the_conversion(kin
 def test_a_numpy_array_in_place_of_a_list_of_batches_is_refused():
     with pytest.raises(
         CalibrationError,
-        match=r"a numpy array of float64 of shape \(20, 6\): write \[torch.from_numpy\(x\).float\(\)\]",
+        match=r"array of float64 of shape \(20, 6\): write \[torch.from_numpy\(x\).float\(\)\]",
     ):
         lobs.prune(dense(), np.zeros((20, 6)), lobs.Sparsity(0.5))
 

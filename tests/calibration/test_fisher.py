@@ -32,7 +32,7 @@ NETS = {
 
 
 def naive_fisher(model, x, seed):
-    """One sample at a time, by autograd on the parameters themselves, with the same drawn labels."""
+    """One sample at a time, by autograd on the parameters, with the same drawn labels."""
     labels = torch.multinomial(
         model(x).softmax(1), 1, generator=torch.Generator().manual_seed(seed)
     ).squeeze(1)

@@ -84,7 +84,7 @@ def test_traced_and_rerun_streams_agree():
         pruned = copy.deepcopy(model)
         found = {}
         for layer, moments in paired.walk(model, pruned, images(), pairs(model, pruned)):
-            found[layer.name] = moments.missed(
+            found[layer.name] = moments.residual(
                 torch.eye(layer.columns).expand(layer.groups, -1, -1)
             )
             spoil(layer)
@@ -130,7 +130,7 @@ def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
     moments = paired.PairedMoments(layer)
     moments.add(layer, x, x_hat)
     problem = asymmetric_problem(
-        layer_problem(layer, layer.matrix(), moments.pruned), moments.missed(layer.matrix())
+        layer_problem(layer, layer.matrix(), moments.pruned), moments.residual(layer.matrix())
     )
     ones = torch.ones(300, 1, dtype=torch.float64)
     wanted = layer.module(x).detach()
@@ -152,7 +152,7 @@ def test_how_far_two_streams_are_apart_is_the_same_whether_weighed_at_once_or_in
     for layer in (narrow, wide):
         moments = paired.PairedMoments(layer)
         moments.add(layer, x, x_hat)
-        found.append(moments.missed(layer.matrix()))
+        found.append(moments.residual(layer.matrix()))
         assert moments._weighed == (layer is narrow)
     torch.testing.assert_close(found[0], found[1][:, :2], rtol=1e-5, atol=1e-6)
 
@@ -242,7 +242,7 @@ def test_a_layer_that_runs_less_often_once_others_are_pruned_is_named():
 
 
 class _Constants(nn.Sequential):
-    """Makes a constant and assigns a buffer in `forward`, which tracing would leave on the network."""
+    """Makes a constant and assigns a buffer in `forward`, which tracing would leave behind."""
 
     def __init__(self, *modules):
         super().__init__(*modules)
@@ -262,3 +262,51 @@ def test_tracing_leaves_nothing_on_the_network():
     )
     assert {*vars(model)} == before and isinstance(model.seen, torch.Tensor)
     assert result.kept == 36 and isinstance(result.model.seen, torch.Tensor)
+
+
+class Optional(nn.Module):
+    """Takes an argument that may be left out, and looks whether it is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x, mask=None):
+        h = self.a(x).relu()
+        return self.b(h if mask is None else h * mask)
+
+
+class Listed(Optional):
+    def forward(self, *xs):
+        return super().forward(xs[0])
+
+
+@pytest.mark.parametrize("given", ["x", "x first", "by name", "both by name", "mixed"])
+def test_an_argument_may_be_left_out(given):
+    torch.manual_seed(0)
+    x, mask = [torch.randn(50, 6) for _ in range(2)], torch.rand(50, 8)
+    batches = {
+        "x": x,
+        "x first": [(each, mask) for each in x],
+        "by name": [{"x": each} for each in x],
+        "both by name": [{"x": each, "mask": mask} for each in x],
+        "mixed": [{"x": x[0], "mask": mask}, {"x": x[1]}],
+    }[given]
+    dense = Optional()
+    pruned, replay = copy.deepcopy(dense), copy.deepcopy(dense)
+    layers = list(zip(find_layers(dense), find_layers(pruned), strict=True))
+    for layer, moments in paired.walk(dense, pruned, batches, layers):
+        (twin,) = find_layers(replay, layer.name)
+        expected = collect_moments(replay, batches, [twin])[layer.name]
+        torch.testing.assert_close(moments.pruned.moment, expected.moment, rtol=1e-5, atol=1e-6)
+        spoil(layer)
+        spoil(twin)
+    lobs.prune(dense, batches, lobs.Sparsity(0.5), progress=False)
+
+
+def test_arguments_in_a_list_are_the_batch_not_its_first_sample():
+    dense, x = Listed(), [torch.randn(50, 6)]
+    pruned = copy.deepcopy(dense)
+    layers = list(zip(find_layers(dense), find_layers(pruned), strict=True))
+    counts = [moments.pruned.count for _, moments in paired.walk(dense, pruned, x, layers)]
+    assert counts == [50, 50]

@@ -141,8 +141,8 @@ def test_a_record_of_a_pattern_may_say_anything(settings, tmp_path):
     model = nn.Sequential(nn.Linear(8, 4))
     result = lobs.prune(model, [torch.randn(20, 8)], lobs.Sparsity(0.5), progress=False)
     lobs.save(
-        tmp_path / "x.safetensors",
         result.model,
+        tmp_path / "x.safetensors",
         result.masks,
         {**result.record(), "settings": settings},
     )

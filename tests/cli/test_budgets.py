@@ -42,25 +42,26 @@ def test_bytes_count_values_masks_and_all_that_stays_dense(own):
 def test_floors_and_ceilings_hold_by_glob(own):
     free = as_json("prune", own, "--keep", "30%")["layers"]
     held = as_json(
-        "prune", own, "--keep", "30%", "--at-least", "2=90%", "--at-most", "0=20%", "--passes", 1
+        "prune", own, "--keep", "30%", "--at-least", "2=90%", "--at-most", "0=20%", "--rounds", 1
     )["layers"]
     assert held[1]["kept_fraction"] >= 0.9 > free[1]["kept_fraction"]
     capped = as_json("prune", own, "--parameters", 20, "--at-most", "*=25%")["layers"]
     assert all(row["kept_fraction"] <= 0.25 for row in capped)
 
 
-def test_max_drop_stays_within_and_reports_every_trial(own):
-    done = as_json("prune", own, "--max-drop", 5)
+def test_drop_stays_within_and_reports_every_trial(own):
+    done = as_json("prune", own, "--drop", 5, "--metric", "error")
     assert done["after"] - done["before"] <= 5
     trials = done["settings"]["trials"]
     assert 1 < len(trials) <= 8 and done["kept"] == min(t["kept"] for t in trials if t["drop"] <= 5)
-    assert all(
-        t["score"] - done["before"] == pytest.approx(t["drop"]) for t in trials
-    )  # the metric itself, an error
+    # A score is larger for better networks: the negative of an error.
+    assert all(-t["score"] - done["before"] == pytest.approx(t["drop"]) for t in trials)
 
 
 def test_trials_have_a_table_in_the_report(own):
-    trials = as_json("prune", own, "--max-drop", 5, "--report", "trials.html")["settings"]["trials"]
+    trials = as_json("prune", own, "--drop", 5, "--metric", "error", "--report", "trials.html")[
+        "settings"
+    ]["trials"]
     page = Path("trials.html").read_text(encoding="utf-8")
     assert "<h2>Trials</h2>" in page and "'score'" not in page
     assert all(f"<td>{trial['kept']:,}</td>" in page for trial in trials)
@@ -79,14 +80,14 @@ def test_what_was_asked_for_is_recorded(own):
         own,
         "--keep",
         "50%",
-        "--passes",
+        "--rounds",
         1,
         "--damping",
         0.01,
         "--prune-bias",
         "--no-batch-norm",
     )["settings"]
-    assert said["passes"] == 1 and said["damping"] == 0.01 and said["biases"] == "may be removed"
+    assert said["rounds"] == 1 and said["damping"] == 0.01 and said["biases"] == "may be removed"
     assert said["batch norm"] == "not re-estimated"
 
 
@@ -95,7 +96,12 @@ def test_output_that_cannot_be_written_or_would_be_overwritten_is_refused_before
 ):
     one = tmp_path / "one.safetensors"
     with pytest.raises(LobsError, match="would overwrite"):
-        invoke("prune", own, "--keep", "50%", "--out", one, "--report", one)
+        invoke("prune", own, "--keep", "50%", "--out", one, "--log", one)
+    for wrong in ("x.pt", "x.pth", "x.bin"):
+        with pytest.raises(LobsError, match=r"lobs writes safetensors: name it 'x.safetensors'"):
+            invoke("prune", own, "--keep", "50%", "--out", wrong)
+    with pytest.raises(LobsError, match=r"must end in .html: name it 'page.html'"):
+        invoke("prune", own, "--keep", "50%", "--report", "page.pdf")
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(LobsError, match="read-only"):
         invoke("prune", own, "--keep", "50%", "--out", one)
@@ -107,10 +113,10 @@ def test_a_layer_named_twice_is_refused(own):
         invoke("prune", own, "--keep", "0=50%,2=20%,0=30%")
 
 
-def test_a_score_may_be_larger_the_better(own):
-    done = as_json("prune", "ownbudget:accuracy", "--max-drop", 5, "--larger-is-better")
+def test_a_score_is_larger_the_better_and_metric_error_negates_one(own):
+    done = as_json("prune", "ownbudget:accuracy", "--drop", 5)
     assert done["before"] - done["after"] <= 5
-    assert done["kept"] == as_json("prune", own, "--max-drop", 5)["kept"]
+    assert done["kept"] == as_json("prune", own, "--drop", 5, "--metric", "error")["kept"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,9 @@ def test_a_score_may_be_larger_the_better(own):
     [
         (["--parameters", "30", "--flops", "60"], "exactly one"),
         (["--parameters", "30", "--scope", "layer"], "whole network"),
-        (["--keep", "30%", "--larger-is-better"], "goes with --max-drop"),
+        (["--keep", "30%", "--metric", "loss"], "use score (larger is better) or error"),
+        (["--drop", "much"], "not a number or a percentage"),
+        (["--drop", "-1"], "must be finite and not negative"),
         (["--keep", "30%", "--at-least", "0.5"], "names no layer"),
         (["--keep", "30%", "--at-least", "nosuch=0.5"], "nosuch"),
         (["--keep", "30%", "--at-least", "*=0.5"], "loosen"),
@@ -135,8 +143,8 @@ def test_what_cannot_be_is_one_clear_line(own, options, said):
 
 
 @pytest.mark.parametrize(
-    "target", [("--pattern", "2:4"), ("--keep", "50%", "--scope", "layer"), ("--max-drop", 5)]
+    "target", [("--pattern", "2:4"), ("--keep", "50%", "--scope", "layer"), ("--drop", 5)]
 )
-def test_passes_are_refused_where_nothing_is_shared_out(own, target):
-    with pytest.raises(LobsError, match="--passes goes with a budget"):
-        invoke("prune", own, *target, "--passes", 3)
+def test_rounds_are_refused_where_nothing_is_shared_out(own, target):
+    with pytest.raises(LobsError, match="--rounds goes with a budget"):
+        invoke("prune", own, *target, "--rounds", 3)

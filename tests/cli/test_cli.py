@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -22,7 +24,9 @@ def network():
     x = torch.randn(200, 10)
     with torch.no_grad():
         y = model(x).argmax(1)
-    return model, [x[:100], x[100:]], lambda net: 100 * float((net(x).argmax(1) != y).float().mean())
+    def error(net):
+        return 100 * float((net(x).argmax(1) != y).float().mean())
+    return model, [x[:100], x[100:]], error
 
 def silent():
     return network()[:2]
@@ -78,7 +82,9 @@ def invoke(*args):
 
 
 def as_json(*args):
-    result = invoke(*args, "--json")
+    """The command's document; a default name may be taken again."""
+    unnamed = args[0] == "prune" and "--out" not in args
+    result = invoke(*args, "--json", *(["--force"] if unnamed else []))
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -88,7 +94,10 @@ def test_help_is_quick_and_does_not_import_torch():
     code, out, _ = run("--help")
     assert code == 0 and "demo" in out
     assert time.monotonic() - began < 30  # a hang guard; the measured time stands in the docs
-    probe = "import sys; sys.argv = ['lobs', '--help']\ntry:\n    import lobs.cli; lobs.cli.main()\nexcept SystemExit: pass\n"
+    probe = (
+        "import sys; sys.argv = ['lobs', '--help']\n"
+        "try:\n    import lobs.cli; lobs.cli.main()\nexcept SystemExit: pass\n"
+    )
     check = f"{probe}assert 'torch' not in sys.modules"
     assert (
         subprocess.run([sys.executable, "-c", check], capture_output=True, check=False).returncode
@@ -98,11 +107,61 @@ def test_help_is_quick_and_does_not_import_torch():
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "train", "eval", "inspect", "prune", "sweep", "verify", "report", "export", "bench"],
+    sorted(command.name for command in app.registered_commands),
 )
-def test_every_command_teaches_with_an_example(command):
+def test_every_command_teaches_with_an_example_at_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     result = invoke(command, "--help")
-    assert result.exit_code == 0 and "xample" in result.output and "--json" in result.output
+    assert result.exit_code == 0 and "--json" in result.output
+    examples = [line for line in result.output.splitlines() if line.startswith("  lobs ")]
+    assert any(f"lobs {command}" in line for line in examples)
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+    assert "…\n" not in result.output and "<bool>" not in result.output
+
+
+def test_the_help_of_prune_has_panels_and_fits_on_90_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = invoke("prune", "--help").output
+    titles = re.findall(r"╭─ (\w+)", text)
+    assert titles == ["Argument", "Target", "Pattern", "Data", "Output", "Machine", "Expert"]
+    assert len(text.splitlines()) < 90
+    assert "lobs prune lenet300 --keep 7%" in text.splitlines()[5]  # the easiest comes first
+
+
+def test_names_that_help_and_completion_list_are_those_that_exist():
+    from lobs import SOLVERS, zoo
+    from lobs.cli import options
+
+    assert list(options.NETWORKS) == list(zoo.ZOO)
+    assert list(options.SOLVERS) == list(SOLVERS)
+    text = " ".join(invoke("prune", "--help").output.replace("│", " ").split())
+    assert all(name in text for name in SOLVERS if "+" not in name)
+
+
+def test_the_shell_completes_commands_options_networks_and_files(tmp_path):
+    (tmp_path / "small.safetensors").touch()
+    (tmp_path / "notes.txt").touch()
+
+    def completions(words):
+        shell = {"_PYTHON _M LOBS_COMPLETE": "complete_bash", "_LOBS_COMPLETE": "complete_bash"}
+        variables = {**shell, "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+        code = "import sys; sys.argv = ['lobs']; from lobs.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.stdout.split()
+
+    assert completions("lobs pru") == ["prune"]
+    assert set(completions("lobs prune lenet")) == {"lenet300", "lenet5"}
+    assert completions("lobs bench sm") == ["small.safetensors"]
+    assert completions("lobs prune lenet5 --solver gre") == ["greedy", "greedy+refine"]
+    assert "--keep" in completions("lobs prune lenet5 --k")
 
 
 def test_prune_eval_and_verify_a_zoo_network(tmp_path):
@@ -149,7 +208,8 @@ def test_a_users_own_network_from_the_shell(tmp_path):
     code, out, err = run("verify", "x.safetensors", "--trust", cwd=tmp_path)
     assert code == 0 and "everything holds" in out, out + err
     code, out, _ = run("prune", "mycode:silent", "--keep", "50%", cwd=tmp_path)
-    assert code == 0 and "not saved" in out
+    assert code == 0 and (tmp_path / "mycode-silent-keep50.safetensors").is_file()
+    assert out.splitlines()[0] == "writing mycode-silent-keep50.safetensors"
 
 
 def test_a_network_wide_budget_from_the_shell():
@@ -185,8 +245,8 @@ def test_a_file_cannot_run_code_that_the_user_did_not_name(tmp_path):
 
     path = tmp_path / "evil.safetensors"
     lobs.save(
-        path,
         {"w": torch.zeros(2)},
+        path,
         {"w": torch.zeros(2, dtype=torch.bool)},
         {"network": "os:abort", "origin": "os:abort"},
     )
@@ -202,8 +262,8 @@ def test_a_damaged_record_is_one_clear_line(tmp_path, record):
     import lobs
 
     path = lobs.save(
-        tmp_path / "x.safetensors",
         {"w": torch.zeros(2)},
+        tmp_path / "x.safetensors",
         {"w": torch.zeros(2, dtype=torch.bool)},
         record,
     )
@@ -229,9 +289,11 @@ def test_sweep_writes_csv_and_picture(tmp_path):
         "--out",
         tmp_path / "s",
     )
-    assert len(done["points"]) == 6 and done["inflection"] is not None
+    ours, paper = done["methods"]
+    assert len(ours["points"]) == len(paper["points"]) == 6
+    assert ours["inflection"] is not None and paper["method"] == "L-OBS as published"
     lines = (tmp_path / "s" / "sweep.csv").read_text().splitlines()
-    assert len(lines) == 7 and lines[0].startswith("asked,kept_fraction")
+    assert len(lines) == 13 and lines[0].startswith("method,asked,kept_fraction")
     assert (tmp_path / "s" / "sweep.png").stat().st_size > 5_000
 
 
@@ -257,7 +319,7 @@ def test_demo_ends_in_a_table_a_report_and_a_network(tmp_path):
     assert result.exit_code == 0
     assert all(
         word in result.output
-        for word in ("L-OBS as published", "magnitude", "exact", "report.html")
+        for word in ("L-OBS as published", "magnitude", "greedy OBS", "defaults", "report.html")
     )
     assert invoke("verify", tmp_path / "d" / "lenet300-7pct.safetensors").exit_code == 0
 
@@ -299,7 +361,7 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["prune", "lenet300"], "give exactly one of --keep, --sparsity, --epsilon"),
+        (["prune", "lenet300"], "give exactly one of --keep, --drop, --parameters"),
         (["prune", "lenet300", "--keep", "7%", "--epsilon", "1"], "give exactly one"),
         (["prune", "lenet300", "--keep", "much"], "is not a number"),
         (["prune", "lenet300", "--keep", "170%"], "--keep 170% is 170 %, not between 0 and 100 %"),
@@ -321,10 +383,10 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         (["prune", "mycode:odd_score", "--keep", "7%"], "evaluate returned 'good'"),
         (["prune", ":f", "--keep", "7%"], "raised ValueError"),
         (
-            ["sweep", "mycode:network", "--start", "0.9", "--stop", "0.5"],
-            "start must come before stop",
+            ["sweep", "mycode:network", "--start", "5%", "--stop", "50%"],
+            "sizes fall from start to stop",
         ),
-        (["sweep", "mycode:network", "--by", "rato"], "use ratio or epsilon"),
+        (["sweep", "mycode:network", "--by", "rato"], "use keep or epsilon"),
         (["sweep", "mycode:network", "--out", "mycode.py"], "cannot make the folder"),
         (["prune", "nonsense", "--keep", "7%"], "neither a zoo network"),
         (["prune", "no_such_module:f", "--keep", "7%"], "cannot import"),
@@ -342,13 +404,13 @@ def test_verify_fails_loudly_when_a_zero_came_back(tmp_path):
         ),
         (["prune", "mycode:network", "--keep", "fc9=7%"], "matches no prunable layer"),
         (["prune", "mycode:network", "--keep", "7%", "--out", "no/such/x"], "there is no folder"),
-        (["sweep", "mycode:silent"], "no evaluate function"),
+        (["sweep", "mycode:silent"], "has no evaluate function"),
         (
             ["export", "mycode:network", "--format", "onnx", "--values", "int8"],
             "--values int8 goes with --format compact",
         ),
         (["prune", "mycode:network", "--bytes", "10"], "what cannot be removed takes"),
-        (["eval", "mycode:silent"], "no evaluate function"),
+        (["eval", "mycode:silent"], "has no evaluate function"),
         (["verify", "missing.safetensors"], "there is no file"),
         (
             ["verify", "mycode.py"],
@@ -408,22 +470,26 @@ def test_no_command_writes_over_what_it_reads(tmp_path, monkeypatch):
     file = tmp_path / "p.safetensors"
     invoke("prune", "mycode:network", "--keep", "50%", "--out", file)
     before = file.read_bytes()
+    page = tmp_path / "page.html"
+    page.symlink_to(file)
     for words in (
         ("prune", file, "--trust", "--keep", "40%", "--out", file),
-        ("prune", file, "--trust", "--keep", "40%", "--report", file),
-        ("prune", file, "--trust", "--keep", "40%", "--log-json", file),
-        ("prune", file, "--trust", "--keep", "40%", "--log-json", "a", "--report", "a"),
+        ("prune", file, "--trust", "--keep", "40%", "--report", page),
+        ("prune", file, "--trust", "--keep", "40%", "--log", file),
+        ("prune", file, "--trust", "--keep", "40%", "--log", "a.html", "--report", "a.html"),
         ("export", file, "--values", "int8", "--out", file),
         ("shrink", file, "--trust", "--out", file),
         ("retrain", file, "--out", file),
-        ("iterate", file, "--stages", "5%:3", "--out", file),
+        ("stages", file, "--stages", "5%:3", "--out", file),
     ):
         with pytest.raises(LobsError, match="would overwrite"):
             invoke(*words)
     assert file.read_bytes() == before
-    for words in (("retrain", file, "--out", "z"), ("iterate", file, "--stages", "5%:3")):
-        with pytest.raises(LobsError, match="no labelled training data here"):
+    for words in (("retrain", file, "--out", "z"), ("stages", file, "--stages", "5%:3")):
+        with pytest.raises(LobsError, match="Add --trust to run that code"):
             invoke(*words)
+        with pytest.raises(LobsError, match=r"have no labels: return .* or add --distil"):
+            invoke(*words, "--trust")
 
 
 @pytest.mark.parametrize(
@@ -445,10 +511,10 @@ def test_a_foreign_file_is_called_what_it_is_with_a_way_out(command, tmp_path, m
     words = {
         "empty": r"is empty \(0 bytes\)\. Write or fetch it again",
         "folder": "is a folder: name a safetensors file in it",
-        "notes.txt": "is text that begins 'to do: prune'. Give what",
-        "noise": "of another kind, or damaged: give what",
-        "old.pkl": "is a pickle, and lobs unpickles nothing. Load it in a function of yours",
-        "new.pth": r"is a zip archive, as torch.save writes.*lobs.save\('new.safetensors', state_dict\)",
+        "notes.txt": "is text that begins 'to do: prune'. Give a file",
+        "noise": "has another format or is damaged: give a file",
+        "old.pkl": "is a pickle, and lobs unpickles nothing. Load it in a function of your own",
+        "new.pth": r"zip archive, as torch.save writes.*lobs.save\(state_dict, 'new.safetensors'\)",
     }
     if command != ["export"]:  # which makes any safetensors file smaller
         words["other.safetensors"] = "lobs prune"
@@ -461,7 +527,7 @@ def test_a_foreign_file_is_called_what_it_is_with_a_way_out(command, tmp_path, m
     ("args", "message"),
     [
         (["prune"], "missing argument 'NETWORK'. See "),
-        (["retrain", "x"], "missing option '--out'. See "),
+        (["stages", "x"], "missing option '--stages'. See "),
         (["prune", "lenet300", "--kep", "7%"], "no such option: --kep"),
         (["prune", "lenet300", "--samples", "0"], "invalid value for '--samples'"),
         (["prune", "lenet300", "--samples", "many"], "invalid value for '--samples'"),
@@ -474,11 +540,11 @@ def test_a_foreign_file_is_called_what_it_is_with_a_way_out(command, tmp_path, m
 def test_a_line_typed_wrong_is_one_clear_line_too_and_exit_code_2(
     args, message, monkeypatch, capsys
 ):
-    from lobs.cli import common, main
+    from lobs.cli import main, output
 
     monkeypatch.setattr(sys, "argv", ["lobs", *args])
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # with --json, main replaces both
-    monkeypatch.setattr(common, "output", None)
+    monkeypatch.setattr(output, "output", None)
     with pytest.raises(SystemExit) as stop:
         main()
     out, err = capsys.readouterr()
@@ -502,12 +568,12 @@ def test_a_result_that_does_not_hold_is_exit_code_1_through_main(tmp_path, monke
     from lobs.cli import main
 
     lobs.save(
-        tmp_path / "x.safetensors",
         {"w": torch.zeros(2)},
+        tmp_path / "x.safetensors",
         {"w": torch.tensor([True, False])},
         {"origin": None},
     )
-    lobs.save(tmp_path / "tuned.safetensors", {"w": torch.ones(2)})
+    lobs.save({"w": torch.ones(2)}, tmp_path / "tuned.safetensors")
     monkeypatch.setattr(
         sys,
         "argv",
@@ -525,7 +591,7 @@ def test_a_result_that_does_not_hold_is_exit_code_1_through_main(tmp_path, monke
 
 
 def test_what_nobody_named_is_not_written_over(tmp_path, monkeypatch):
-    """A default name is refused where something has it; `--out` with that name is the way to say that it may go."""
+    """A default name is refused where something has it; `--force` or `--out` overwrites it."""
     (tmp_path / "mycode.py").write_text(USER_CODE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "mycode", raising=False)
@@ -549,11 +615,10 @@ def test_what_nobody_named_is_not_written_over(tmp_path, monkeypatch):
     }
     for name, words in commands.items():
         (tmp_path / name).mkdir() if name == "lobs-sweep" else (tmp_path / name).write_text("mine")
-        with pytest.raises(
-            LobsError, match=f"'{name}' is there already: write over it with --out {name}"
-        ):
+        with pytest.raises(LobsError, match=f"'{name}' exists: overwrite it with --force"):
             invoke(*words)
     assert (tmp_path / "report.html").read_text() == "mine"
     for name in ("report.html", "p.compact.safetensors", "lobs-sweep"):
         assert invoke(*commands[name], "--out", name).exit_code == 0
+        assert invoke(*commands[name], "--force").exit_code == 0
     assert (tmp_path / "report.html").read_text(encoding="utf-8") != "mine"

@@ -104,12 +104,12 @@ def test_verify_tells_which_layer_lost_what(small, tmp_path):
     saved = lobs.load(small)
     state = {n: t.clone() for n, t in saved.state_dict.items()}
     state["fc2.weight"].add_(0.5)
-    lobs.save(tmp_path / "finetuned.safetensors", state)
+    lobs.save(state, tmp_path / "finetuned.safetensors")
     result = invoke("verify", small, "--weights", tmp_path / "finetuned.safetensors")
     assert result.exit_code == 1
     gone = f"{int((~saved.masks['fc2.weight']).sum()):,}"
-    told = f"FAIL  mask fc2.weight: {gone} removed weights are not zero (100.0% of {gone}); the largest is 0.5"
-    assert told in result.output
+    lost = f"{gone} removed weights are not zero (100.0% of {gone}); the largest is 0.5"
+    assert f"FAIL  mask fc2.weight: {lost}" in result.output
     assert "ok    mask fc1.weight" in result.output
     assert invoke("verify", small, "--weights", small).exit_code == 0
     assert json.loads(invoke("verify", small, "--weights", small, "--json").stdout)["holds"]

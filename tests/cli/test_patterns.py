@@ -16,7 +16,8 @@ from torch import nn
 
 def network():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    first = [nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU()]
+    model = nn.Sequential(*first, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
     x = torch.randn(200, 12)
     return model, [x[:100], x[100:]], lambda net: float(net(x).detach().norm())
 """
@@ -93,8 +94,8 @@ def test_batch_norm_can_be_left_alone(folder):
         (("--pattern", "2:4", "--along", "rows"), "use 'columns' or 'channels'"),
         (("--along", "channels", "--keep", "0.5"), "--along goes with --pattern"),
         (
-            ("--seconds", "1", "--solver", "exact", "--keep", "0.5"),
-            "--seconds goes with --solver auto",
+            ("--seconds", "1", "--solver", "greedy", "--keep", "0.5"),
+            "--seconds limits the local search of --solver auto",
         ),
         (("--block", "4", "--keep", "0.5"), "ROWSxCOLUMNS"),
         (("--structured", "rows", "--keep", "0.5"), "use 'units' or 'inputs'"),

@@ -118,7 +118,7 @@ def test_hooked_and_foreign_layers_are_left_alone(decided):
 
 
 def test_never_slower(monkeypatch):
-    """Where the compiled kernel wins layer by layer but the whole network does not, the whole network stays dense."""
+    """If the compiled kernel wins in every layer but not in the whole network, dense stays."""
 
     def turns(contenders, *_, **__):
         return {

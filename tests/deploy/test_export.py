@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.utils import prune as torch_prune
 
 import lobs
 from lobs import LobsError
+from lobs.deploy import export_program, from_torch_prune, to_semi_structured, to_torch_prune
 from lobs.deploy.export import broken_groups, dense_sizes, onnx_file
 
 
@@ -43,7 +45,7 @@ def test_onnx_runs_elsewhere_with_any_batch(tmp_path, batch):
     result = pruned()
     wished = 18 if batch == 1 else None  # torch's own otherwise
     done = lobs.export_onnx(
-        tmp_path / "x.onnx", result.model, torch.randn(batch, 1, 8, 8), opset=wished
+        result.model, tmp_path / "x.onnx", torch.randn(batch, 1, 8, 8), opset=wished
     )
     assert done.largest_difference <= 1e-4 and (done.opset == 18 if wished else done.opset > 18)
     session = ort.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
@@ -57,7 +59,7 @@ def test_onnx_runs_elsewhere_with_any_batch(tmp_path, batch):
 def test_onnx_with_keyword_arguments(tmp_path):
     pytest.importorskip("onnxruntime")
     done = lobs.export_onnx(
-        tmp_path / "x.onnx", Keyword(), {"x": torch.randn(2, 6), "shift": torch.randn(2, 3)}
+        Keyword(), tmp_path / "x.onnx", {"x": torch.randn(2, 6), "shift": torch.randn(2, 3)}
     )
     assert done.inputs == ("x", "shift")
 
@@ -65,7 +67,7 @@ def test_onnx_with_keyword_arguments(tmp_path):
 def test_a_network_onnx_cannot_follow_leaves_no_file(tmp_path):
     pytest.importorskip("onnxruntime")
     with pytest.raises(LobsError, match=r"torch.onnx cannot follow"):
-        lobs.export_onnx(tmp_path / "x.onnx", Undecided(), torch.ones(2, 2))
+        lobs.export_onnx(Undecided(), tmp_path / "x.onnx", torch.ones(2, 2))
     assert not list(tmp_path.iterdir())
 
 
@@ -73,7 +75,7 @@ def test_a_wrong_onnx_answer_leaves_no_file(tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr(onnx_file, "_run", lambda *_: (("x",), [torch.zeros(2, 3)]))
     with pytest.raises(LobsError, match="onnxruntime differs from torch"):
-        lobs.export_onnx(tmp_path / "x.onnx", nn.Linear(4, 3), torch.ones(2, 4))
+        lobs.export_onnx(nn.Linear(4, 3), tmp_path / "x.onnx", torch.ones(2, 4))
     assert not list(tmp_path.iterdir())
 
 
@@ -82,13 +84,13 @@ def test_missing_packages_are_named(tmp_path, monkeypatch):
         onnx_file, "find_spec", lambda name: None if name == "onnxscript" else object()
     )
     with pytest.raises(LobsError, match=r"needs onnxscript: pip install 'lobs\[onnx\]'"):
-        lobs.export_onnx(tmp_path / "x.onnx", nn.Linear(4, 3), torch.ones(2, 4))
+        lobs.export_onnx(nn.Linear(4, 3), tmp_path / "x.onnx", torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_torch_export_gives_the_same_for_any_batch(tmp_path, batch):
     result = pruned()
-    program = lobs.export_program(result.model, torch.randn(batch, 1, 8, 8), tmp_path / "x.pt2")
+    program = export_program(result.model, tmp_path / "x.pt2", torch.randn(batch, 1, 8, 8))
     x = torch.randn(9, 1, 8, 8)
     assert torch.allclose(program.module()(x), result.model(x), atol=1e-5)
     assert (tmp_path / "x.pt2").stat().st_size > 1000
@@ -99,9 +101,9 @@ def test_torch_export_says_why_not():
     with pytest.raises(
         LobsError, match=r"torch.export cannot follow this network: .*dynamic_batch=False"
     ):
-        lobs.export_program(Undecided(), torch.ones(2, 2))
+        export_program(Undecided(), None, torch.ones(2, 2))
     with pytest.raises(LobsError, match="type str"):
-        lobs.export_program(nn.Linear(2, 2), "x")
+        export_program(nn.Linear(2, 2), None, "x")
 
 
 def two_four(weight):
@@ -125,10 +127,10 @@ def test_two_four_is_counted_group_by_group():
 def test_semi_structured_says_what_this_device_lacks():
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     with pytest.raises(LobsError, match="no Linear layer follows the 2:4 pattern"):
-        lobs.to_semi_structured(model)
+        to_semi_structured(model)
     two_four(model[0].weight)
-    with pytest.raises(LobsError, match="pattern is there, but the network is on 'cpu'"):
-        lobs.to_semi_structured(model)
+    with pytest.raises(LobsError, match="layers are 2:4, but the network is on 'cpu'"):
+        to_semi_structured(model)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="2:4 kernels need a GPU")
@@ -136,18 +138,18 @@ def test_semi_structured_gives_the_same():
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).half().cuda()
     two_four(model[0].weight)
     x = torch.randn(64, 128, dtype=torch.float16, device="cuda")
-    fast, names = lobs.to_semi_structured(model)
+    fast, names = to_semi_structured(model)
     assert names == ("0",) and torch.allclose(fast(x), model(x), atol=1e-2)
 
 
 def test_our_masks_in_torch_prune_and_back():
     result = pruned()
     model = copy.deepcopy(result.model)
-    lobs.to_torch_prune(model, result.masks)
+    to_torch_prune(model, result.masks)
     assert torch_prune.is_pruned(model) and isinstance(model[4].weight_orig, nn.Parameter)
     x = torch.randn(3, 1, 8, 8)
     assert torch.equal(model.eval()(x), result.model(x))
-    masks = lobs.from_torch_prune(model)
+    masks = from_torch_prune(model)
     assert masks.keys() == result.masks.keys() and all(
         torch.equal(masks[n], m) for n, m in result.masks.items()
     )
@@ -158,22 +160,22 @@ def test_a_network_pruned_by_torch_becomes_ours(tmp_path):
     model = network()
     torch_prune.l1_unstructured(model[4], "weight", amount=0.5)
     torch_prune.ln_structured(model[0], "weight", amount=0.25, n=2, dim=0)
-    kept = lobs.from_torch_prune(model, permanent=False)
+    kept = from_torch_prune(model, permanent=False)
     assert torch_prune.is_pruned(model)
-    masks = lobs.from_torch_prune(model)
+    masks = from_torch_prune(model)
     assert set(masks) == {"0.weight", "4.weight"} and all(
         torch.equal(kept[n], m) for n, m in masks.items()
     )
-    loaded = lobs.load(lobs.save_compact(tmp_path / "x", model, masks).path)
+    loaded = lobs.load(lobs.storage.save_compact(model, tmp_path / "x", masks).path)
     assert int((~loaded.masks["4.weight"]).sum()) == 360
     with lobs.hold(model, masks):
         pass
     with pytest.raises(LobsError, match="has pruned nothing here"):
-        lobs.from_torch_prune(model)
+        from_torch_prune(model)
     with pytest.raises(LobsError, match=r"'7.weight' names no parameter"):
-        lobs.to_torch_prune(model, {"7.weight": masks["4.weight"]})
+        to_torch_prune(model, {"7.weight": masks["4.weight"]})
     with pytest.raises(LobsError, match=r"'4.weight' is .* and fits no parameter"):
-        lobs.to_torch_prune(model, {"4.weight": masks["0.weight"]})
+        to_torch_prune(model, {"4.weight": masks["0.weight"]})
 
 
 def test_rivals_are_weighed(monkeypatch):
@@ -194,3 +196,25 @@ def test_infinities_agree_with_their_like_and_hide_nothing():
     assert largest_difference([a], [a.clone()]) == 0
     assert largest_difference([a], [a + torch.tensor([0.5, 0.0, 0.0])]) == pytest.approx(0.5 / 1.5)
     assert largest_difference([a], [torch.tensor([1.0, 0.0, torch.nan])]) == float("inf")
+
+
+def test_a_swapped_order_is_answered_with_the_right_line(tmp_path):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    onnx, program = str(tmp_path / "x.onnx"), str(tmp_path / "x.pt2")
+    with pytest.raises(LobsError, match=re.escape(f"lobs.export_onnx(model, {onnx!r}, example)")):
+        lobs.export_onnx(onnx, model, x)
+    with pytest.raises(LobsError, match=re.escape(f"export_program(model, {program!r}, example)")):
+        export_program(program, model, x)
+    with pytest.raises(LobsError, match=r"path is a Tensor: .*export_program\(model, path, exam"):
+        export_program(model, x, program)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("export", "right"), [(lobs.export_onnx, "onnx"), (export_program, "pt2")])
+def test_targets_are_refused_before_the_network_is_followed(tmp_path, export, right):
+    # `Undecided` cannot be exported: an error about the path shows that nothing was tried.
+    with pytest.raises(LobsError, match=f"must end in .{right}: name it 'x.{right}'"):
+        export(Undecided(), tmp_path / "x.pt", torch.ones(2, 2))
+    with pytest.raises(LobsError, match="there is no folder"):
+        export(Undecided(), tmp_path / "missing" / f"x.{right}", torch.ones(2, 2))
+    assert not list(tmp_path.iterdir())

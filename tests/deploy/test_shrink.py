@@ -7,8 +7,23 @@ from torch.nn import functional as F
 
 import lobs
 from lobs import Structured
+from lobs.calibration.batch_norm import find_norms
 from lobs.deploy.shrink import fit_to
-from tests.calibration.test_batch_norm import trained_like
+
+
+def trained_like(model, batches):
+    """Give batch norms statistics that fit, as training would."""
+    for norm in find_norms(model).values():
+        norm.momentum = 0.3
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 1.5)
+            norm.bias.normal_(0, 0.3)
+    model.train()
+    with torch.no_grad():
+        for _ in range(30):
+            for x in batches:
+                model(x)
+    return model.eval()
 
 
 class Residual(nn.Module):
@@ -71,8 +86,10 @@ class Functional(nn.Module):
 
 def chain():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 10, 3), nn.Sigmoid(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(10 * 4, 12), nn.BatchNorm1d(12), nn.LeakyReLU(), nn.Dropout(0.5), nn.Linear(12, 4),
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(8, 10, 3), nn.Sigmoid(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(10 * 4, 12), nn.BatchNorm1d(12), nn.LeakyReLU(), nn.Dropout(0.5),
+        nn.Linear(12, 4),
     )  # fmt: skip
 
 
@@ -253,3 +270,130 @@ def test_a_fresh_network_takes_the_shrunk_ones_sizes():
     assert same(smaller, fit_to(ResNet(), smaller.state_dict()).eval(), batches)
     with pytest.raises(lobs.LobsError, match="do not fit"):
         fit_to(nn.Sequential(nn.Linear(2, 2)), smaller.state_dict())
+
+
+def halved():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    with torch.no_grad():
+        model[0].weight[:3] = 0
+    return model
+
+
+class Named(nn.Module):
+    """Takes its input by name, beside an optional argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = halved()
+
+    def forward(self, pixels, mask=None):
+        h = self.net(pixels)
+        return h if mask is None else h * mask
+
+
+def test_shrink_takes_the_batches_that_prune_takes():
+    x, y = torch.randn(5, 4), torch.zeros(5)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=2)
+    for model, batches in (
+        (halved(), x),
+        (halved(), [x]),
+        (halved(), [(x, y)]),
+        (halved(), [[x, y]]),
+        (halved(), (b for b in [x])),
+        (halved(), data),
+        (Named(), x),
+        (Named(), [{"pixels": x}]),
+        (Named(), {"pixels": x}),
+        (Named(), [{"pixels": x, "mask": torch.ones(5, 2)}]),
+    ):
+        lobs.prune(model, [x], lobs.Sparsity(0.1), progress=False)
+        smaller, report = lobs.shrink(model, batches)
+        first = "net.0" if isinstance(model, Named) else "0"
+        assert report.channels[first] == (6, 3) and same(model, smaller, [x])
+
+
+@pytest.mark.parametrize("batches", [[], ["text"], [()], 3, "text"])
+def test_batches_that_say_nothing_of_shapes_are_refused(batches):
+    with pytest.raises(lobs.LobsError, match="batch"):
+        lobs.shrink(halved(), batches)
+
+
+class Wired(nn.Module):
+    """Two layers whose first units are empty, joined as the test says."""
+
+    def __init__(self, join):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.relu, self.join = nn.ReLU(inplace=True), join
+        with torch.no_grad():
+            for layer in (self.a, self.b):
+                layer.weight[:2], layer.bias[:2] = 0, -1
+
+    def forward(self, x):
+        return self.c(self.join(self, x))
+
+
+def through_a_changed_input(net, x):
+    x = net.a(x)
+    return net.b(net.relu(x)) + x
+
+
+def through_a_changed_view(net, x):
+    x = net.a(x)
+    return net.b(x.view(x.shape[0], -1).relu_()) + x
+
+
+def through_a_sum_in_place(net, x):
+    x = net.a(x)
+    y = net.b(x)
+    x += y
+    return torch.tanh(x) + x
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        through_a_changed_input,
+        through_a_changed_view,
+        through_a_sum_in_place,
+        lambda net, x: torch.add(net.a(x), net.b(x), alpha=2),
+        lambda net, x: net.a(x).add(net.b(x), alpha=-1),
+        lambda net, x: net.a(x) + net.b(x),
+        lambda net, x: F.softshrink(net.a(x)) + F.hardtanh(net.b(x), -0.5, 0.5),
+        lambda net, x: net.a(x) * net.b(x).shape[1],
+        lambda net, x: (y := net.b(x)).relu() + net.a(x) * y.shape[1],
+        lambda net, x: net.a(x).view(-1, 4),
+        lambda net, x: net.a(x).view(x.shape[0] * 2, -1).view(-1, 4),
+        lambda net, x: F.dropout(net.a(x), 0.5, False) + F.dropout(net.b(x), training=False),
+    ],
+)
+def test_however_layers_are_joined_the_outputs_stay(join):
+    model, x = Wired(join), torch.randn(6, 4)
+    smaller, _ = lobs.shrink(model, x)
+    assert same(model, smaller, [x, torch.randn(9, 4)])
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.AvgPool2d(2, divisor_override=1),
+        nn.AvgPool2d(3, 1, 1),
+        nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+        nn.AvgPool2d(3, 2, ceil_mode=True),
+        nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+        nn.AdaptiveMaxPool2d(2),
+        nn.Tanhshrink(),
+        nn.LogSigmoid(),
+    ],
+    ids=str,
+)
+def test_constants_go_through_poolings_and_activations_exactly(pool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), pool, nn.Conv2d(4, 2, 1))
+    with torch.no_grad():
+        model[0].weight[:2] = 0
+    x = torch.randn(3, 2, 6, 6)
+    smaller, _ = lobs.shrink(model, x)
+    assert same(model, smaller, [x])

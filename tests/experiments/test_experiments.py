@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from experiments.dong2017 import _asked_for, few_iterations, readme
+from experiments.dong2017.lab import HERE, Lab
 
 STAGED = {
     "iterations": 30,
@@ -29,6 +30,10 @@ def test_a_whole_name_means_one_row_and_a_part_all_that_hold_it():
         for part in ("lenet5/lobs", "lenet5", "lobs")
     }
     assert chosen == {"lenet5/lobs": ["lenet5/lobs"], "lenet5": offered[:2], "lobs": offered}
+
+
+def test_the_page_says_what_the_result_files_say():
+    assert (HERE / "README.md").read_text() == readme.page(Lab(HERE))
 
 
 def test_a_fall_of_accuracy_is_told_with_the_error_of_paired_answers():

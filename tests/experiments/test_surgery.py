@@ -2,11 +2,42 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experiments.dong2017.surgery import redraw, threshold_c
+from experiments.dong2017.surgery import Surgery, operate, redraw, threshold_c
 from torch import nn
 
-from lobs import LobsError, Shuffled, Surgery, operate, sgd
-from tests.training.test_retrain import equal, net, task, wrong, zeros_held
+from lobs import LobsError
+from lobs.training import Shuffled, sgd
+
+
+def task(n=240):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 6, generator=g)
+    return x, (x[:, 0] * x[:, 1] > 0).long()
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+def wrong(model):
+    x, y = task()
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        error = 100 * float((model(x).argmax(1) != y).float().mean())
+    model.train(was)
+    return error
+
+
+def zeros_held(model, masks):
+    state = model.state_dict()
+    return all(bool((state[name][~mask] == 0).all()) for name, mask in masks.items())
+
+
+def equal(a, b):
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(p, q) for p, q in pairs)
 
 
 def test_masks_are_redrawn_as_the_two_thresholds_say():
@@ -47,7 +78,6 @@ def test_surgery_ends_with_masked_weights_that_work():
         optimizer=sgd(0.1),
         evaluate=wrong,
         every=50,
-        progress=False,
     )
     assert 0 < done.kept_fraction < 0.7 and zeros_held(done.model, done.masks)
     assert (
@@ -59,7 +89,6 @@ def test_surgery_ends_with_masked_weights_that_work():
         Surgery(0.5),
         iterations=300,
         optimizer=sgd(0.1),
-        progress=False,
     )
     assert equal(done.model, again.model)
 
@@ -79,7 +108,6 @@ def test_a_cut_weight_goes_on_learning_and_is_spliced_back():
         iterations=1,
         loss=loss,
         optimizer=sgd(0.05, momentum=0.0),
-        progress=False,
     )
     assert short.masks["weight"].tolist() == [[True, False]]
     long = operate(
@@ -89,7 +117,6 @@ def test_a_cut_weight_goes_on_learning_and_is_spliced_back():
         iterations=100,
         loss=loss,
         optimizer=sgd(0.05, momentum=0.0),
-        progress=False,
     )
     assert long.masks["weight"].tolist() == [[True, True]]
     torch.testing.assert_close(long.model.weight, torch.ones(1, 2), atol=0.05, rtol=0)
@@ -108,7 +135,7 @@ class Attending(nn.Module):
 
 def test_masks_bear_the_names_of_parameters_whatever_the_layer():
     torch.manual_seed(0)
-    done = operate(Attending(), [task()], Surgery(0.5, gamma=0.0), iterations=6, progress=False)
+    done = operate(Attending(), [task()], Surgery(0.5, gamma=0.0), iterations=6)
     assert set(done.masks) == {"attention.in_proj_weight", "attention.out_proj.weight", "up.weight"}
     assert 0 < done.kept_fraction < 1 and zeros_held(done.model, done.masks)
     gone = sum(int((done.model.state_dict()[name] == 0).sum()) for name in done.masks)
@@ -117,14 +144,14 @@ def test_masks_bear_the_names_of_parameters_whatever_the_layer():
 
 def test_masks_stay_in_the_last_part():
     rule = Surgery(0.5, freeze_after=0.0)
-    done = operate(net(), Shuffled(*task(), 24), rule, iterations=20, progress=False)
+    done = operate(net(), Shuffled(*task(), 24), rule, iterations=20)
     assert done.kept_fraction == 1.0
 
 
 def test_mistakes_are_named():
     with pytest.raises(LobsError, match="layer '3' has no c"):
-        operate(net(), [task()], Surgery({"0": 0.1}), iterations=1, progress=False)
+        operate(net(), [task()], Surgery({"0": 0.1}), iterations=1)
     with pytest.raises(LobsError, match="no batches"):
-        operate(net(), [], Surgery(0.1), iterations=1, progress=False)
-    with pytest.raises(LobsError, match="not a generator"):
-        operate(net(), iter([task()]), Surgery(0.1), iterations=1, progress=False)
+        operate(net(), [], Surgery(0.1), iterations=1)
+    with pytest.raises(LobsError, match="data is a generator"):
+        operate(net(), iter([task()]), Surgery(0.1), iterations=1)

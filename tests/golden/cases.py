@@ -1,6 +1,7 @@
-"""Golden runs: small prunings whose masks and weights are compared bit by bit with what was recorded.
+"""Golden runs: small prunings whose masks and weights are compared bit by bit with a record.
 
-`python -m tests.golden.cases` prints the record; `tests/golden/golden.json` is one such print.
+`python -m tests.golden.cases [NAME ...]` prints a record. `test_golden.py` compares with the one in
+`golden.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import torch
 from torch import nn
 
@@ -145,7 +147,7 @@ def resumed() -> Result:
 
 
 _MEMBER = """
-import os, sys
+import json
 import torch
 from torch import distributed
 torch.set_num_threads(1)
@@ -155,21 +157,21 @@ model, batches = cases._toy()
 rank = distributed.get_rank()
 result = cases.shared(model, batches[rank::2])
 if rank == 0:
-    print(cases.digest(result))
+    print(json.dumps(cases.summary(result)))
 distributed.barrier()
 distributed.destroy_process_group()
 """
 
 
 def shared(model: nn.Module, batches: list[torch.Tensor]) -> Result:
-    """What each of two processes calls."""
+    """Prune as each of two processes does."""
     return lobs.prune(
         model, batches, Sparsity(0.7), execution=Execution(distributed=True), progress=False
     )
 
 
-def two_processes() -> str:
-    """The digest of a run shared by two processes."""
+def two_processes() -> dict[str, Any]:
+    """Return the summary of a run shared by two processes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -193,35 +195,47 @@ def two_processes() -> str:
     answers = [member.communicate(timeout=300)[0] for member in members]
     if any(member.returncode for member in members):
         raise RuntimeError("a process failed")
-    return answers[0].strip()
+    return dict(json.loads(answers[0]))
 
 
 CASES: dict[str, Callable[[], Any]] = {
     case.__name__: case
     for case in (
-        lenet300, lenet300_layers, lenet300_exact, lenet300_published, lenet5, grouped_and_transposed, attention, two_four,
-        structured, error_budget, kept_count, damped_with_biases, resumed, two_processes,
+        lenet300,
+        lenet300_layers,
+        lenet300_exact,
+        lenet300_published,
+        lenet5,
+        grouped_and_transposed,
+        attention,
+        two_four,
+        structured,
+        error_budget,
+        kept_count,
+        damped_with_biases,
+        resumed,
+        two_processes,
     )
-}  # fmt: skip
+}
 
 
 def digest(result: Result) -> str:
-    """A hash of every weight and every mask of a result."""
-    told = hashlib.sha256()
+    """Hash every weight and every mask of a result."""
+    hashed = hashlib.sha256()
     tensors = {
         **result.model.state_dict(),
         **{f"mask of {name}": mask for name, mask in result.masks.items()},
     }
     for name in sorted(tensors):
-        told.update(name.encode())
-        told.update(tensors[name].detach().contiguous().cpu().numpy().tobytes())
-    return told.hexdigest()
+        hashed.update(name.encode())
+        hashed.update(tensors[name].detach().contiguous().cpu().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def arithmetic() -> str:
-    """A hash of this machine's own rounding: other processors and libraries sum in another order."""
+    """Hash this machine's rounding. Other processors and libraries sum in another order."""
     g = torch.Generator().manual_seed(0)
-    told = hashlib.sha256()
+    hashed = hashlib.sha256()
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(300, 200, generator=g, dtype=dtype)
         moment = x.T @ x
@@ -233,25 +247,34 @@ def arithmetic() -> str:
             )
         )
         for part in parts:
-            told.update(part.contiguous().numpy().tobytes())
-    return told.hexdigest()
+            hashed.update(part.contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def record(names: list[str] | None = None) -> dict[str, Any]:
-    """The digests of all cases, with the arithmetic they were computed in."""
+    """Run cases and return their summaries, with the setting that they were computed in."""
     torch.set_num_threads(1)
     found = {}
     for name in names or CASES:
         result = CASES[name]()
-        found[name] = {"digest": result} if isinstance(result, str) else summary(result)
-    return {"torch": torch.__version__, "arithmetic": arithmetic(), "cases": found}
+        found[name] = result if isinstance(result, dict) else summary(result)
+    return {**setting(), "cases": found}
+
+
+def setting() -> dict[str, str]:
+    """Return what bits depend on: versions and rounding, with one thread."""
+    return {
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "arithmetic": arithmetic(),
+    }
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """What must come out again: to the bit in the same arithmetic, nearly so in another."""
+    """Return the digest of a result, and (kept, relative error) of every layer."""
     layers = {layer.name: [layer.kept, layer.relative_error] for layer in result.layers}
     return {"digest": digest(result), "layers": layers}
 
 
 if __name__ == "__main__":
-    print(json.dumps(record(sys.argv[1:]), indent=1))
+    sys.stdout.write(json.dumps(record(sys.argv[1:]), indent=1) + "\n")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 NAN, INF = float("nan"), float("inf")
+TYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 
 class Returning(nn.Module):
@@ -73,8 +74,8 @@ def mlp():
 
 def convnet():
     return nn.Sequential(
-        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1, groups=2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(4, 4, 1, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
     )  # fmt: skip
 
 
@@ -169,7 +170,7 @@ CHANGES = [
     hooked, strided, dying, InPlace, Unreached,
     *(filled(v) for v in (NAN, INF, 1e30, 1e-30)),
     *(scaled(s) for s in (0.0, 1e18, 1e-30)),
-    *(lambda net, kind=kind: net.to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64)),
+    *(lambda net, kind=kind: net.to(kind) for kind in TYPES),
     lambda net: Returning(net, lambda y: (y, y)),
     lambda net: Returning(net, lambda y: {"logits": y}),
     lambda net: Returning(net, lambda y: None),
@@ -219,8 +220,8 @@ def batches_of(rng, generator, kind, dtype):
 
 
 KINDS = ["good"] * 10 + [
-    "nan", "inf", "huge", "tiny", "mixed", "zero", "same", "wrong width", "integers", "scalars", "no rows", "strings",
-    "nothing", "nones",
+    "nan", "inf", "huge", "tiny", "mixed", "zero", "same", "wrong width", "integers", "scalars",
+    "no rows", "strings", "nothing", "nones",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What every hostile case is held to: the right answer or a `LobsError` in whole words, within a few seconds of work."""
+"""Hold every hostile case to one rule: a right answer, or a `LobsError` in words, in time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_time():
 
 
 def faults(case, seeds):
-    """Run `case(seed)`, which returns what it found wrong or None, for many seeds; gives what was wrong by seed."""
+    """Run `case(seed)` for many seeds; return the faults by seed. A good case returns None."""
     found = {}
     for seed in seeds:
         try:
@@ -51,7 +51,8 @@ def faults(case, seeds):
             place = [
                 frame for frame in frames if "/lobs/" in frame.filename or frame is frames[-1]
             ][-1]
-            wrong = f"{type(error).__name__}: {str(error)[:200]} ({place.filename.split('/')[-1]}:{place.lineno})"
+            where = f"{place.filename.split('/')[-1]}:{place.lineno}"
+            wrong = f"{type(error).__name__}: {str(error)[:200]} ({where})"
         if wrong:
             found[seed] = wrong
     return found

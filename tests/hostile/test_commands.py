@@ -1,9 +1,10 @@
-"""Commands from hell: any line typed gives a result or one line that says why not."""
+"""Random command lines: any of them gives a result or one line that says why not."""
 
 from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,41 +14,48 @@ from lobs.cli import app
 from tests.cli.test_cli import USER_CODE
 from tests.hostile.running import faults
 
+OWN = ["silent", "wrong", "raises", "needs", "wide", "labels_first", "one_tensor", "odd_score"]
 NETWORKS = [
-    *["hostile_mine:network"] * 6, "hostile_mine:silent", "hostile_mine:wrong", "hostile_mine:raises", "hostile_mine:needs",
-    "hostile_mine:wide", "hostile_mine:labels_first", "hostile_mine:one_tensor", "hostile_mine:odd_score",
-    "hostile_mine:bare", "hostile_mine:number", "hostile_mine:", ":network", "no.such:thing", "nothing", "", "/", ".",
-    "../../etc/passwd", "\x00", "damaged.safetensors", "mine.py",
-]  # fmt: skip
+    *["hostile_mine:network"] * 6,
+    *(f"hostile_mine:{name}" for name in [*OWN, "bare", "number", ""]),
+    *[":network", "no.such:thing", "nothing", "", "/", ".", "../../etc/passwd", "\x00"],
+    *["damaged.safetensors", "mine.py"],
+]
 VALUES = [
-    "0.5",
-    "50%",
-    "0",
-    "1",
-    "-1",
-    "1e400",
-    "nan",
-    "",
-    "0=0.5",
-    "0=0.5,2=10%",
-    "*=0.2",
-    "x=0.5",
-    "0=",
-    "=",
-    "7",
-    "half",
-    "💥",
+    *["0.5", "50%", "0", "1", "-1", "1e400", "nan", "", "0=0.5", "0=0.5,2=10%", "*=0.2", "x=0.5"],
+    *["0=", "=", "7", "half", "💥"],
 ]
 OPTIONS = {
-    "--keep": VALUES, "--sparsity": VALUES, "--epsilon": VALUES, "--relative": None, "--parameters": ["10", "-3", "x"],
-    "--bytes": ["200", "0"], "--flops": ["50"], "--max-drop": ["0.1", "-1", "nan"], "--scope": ["layer", "network", "galaxy"],
-    "--pattern": ["2:4", "4:2", ":", "a:b", "0:0"], "--block": ["1x4", "0x0", "x"], "--structured": ["units", "inputs", "x"],
-    "--solver": ["exact", "lobs", "magnitude", "none"], "--inputs": ["dense", "pruned", "asymmetric", "wet"],
-    "--passes": ["1", "0", "two"], "--samples": ["50", "0", "-1", "1000000"], "--layers": ["0", "*", "["],
-    "--skip": ["2", "*", "none"], "--prune-bias": None, "--damping": ["0", "1e-3", "-1", "nan", "inf"],
-    "--no-batch-norm": None, "--out": ["out.safetensors", "no/such/folder/x", ".", "/proc/nothing"], "--json": None,
-    "--report": ["r.html", "no/folder/r.html"], "--trust": None, "--no-such-option": None,
-}  # fmt: skip
+    "--keep": VALUES,
+    "--sparsity": VALUES,
+    "--epsilon": VALUES,
+    "--relative": None,
+    "--parameters": ["10", "-3", "x"],
+    "--bytes": ["200", "0"],
+    "--flops": ["50"],
+    "--drop": ["0.1", "5%", "-1", "nan"],
+    "--metric": ["error", "score", "x"],
+    "--scope": ["layer", "network", "galaxy"],
+    "--pattern": ["2:4", "4:2", ":", "a:b", "0:0"],
+    "--block": ["1x4", "0x0", "x"],
+    "--structured": ["units", "inputs", "x"],
+    "--solver": ["greedy", "lobs", "magnitude", "none"],
+    "--inputs": ["dense", "pruned", "asymmetric", "wet"],
+    "--rounds": ["1", "0", "two"],
+    "--samples": ["50", "0", "-1", "1000000"],
+    "--layers": ["0", "*", "["],
+    "--skip": ["2", "*", "none"],
+    "--prune-bias": None,
+    "--damping": ["0", "1e-3", "-1", "nan", "inf"],
+    "--no-batch-norm": None,
+    "--force": None,
+    "--out": ["out.safetensors", "x.pt", "no/such/folder/x", ".", "/proc/nothing"],
+    "--json": None,
+    "--report": ["r.html", "no/folder/r.html"],
+    "--network": ["hostile_mine:network", "lenet5", "x"],
+    "--trust": None,
+    "--no-such-option": None,
+}
 
 
 @pytest.fixture
@@ -76,6 +84,8 @@ def line(seed):
 
 def wrong_command(seed):
     words = line(seed)
+    for made in Path().glob("hostile_mine-*.safetensors"):  # of an earlier line, by default name
+        made.unlink()
     result = CliRunner().invoke(app, words)
     if result.exception is not None and not isinstance(result.exception, SystemExit | LobsError):
         return f"{words}: {type(result.exception).__name__}: {result.exception}"

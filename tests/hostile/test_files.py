@@ -1,4 +1,4 @@
-"""Files from hell: a checkpoint whose bytes were changed is refused or read as what it says, and never runs anything."""
+"""Damaged files: a checkpoint with changed bytes is refused or obeys its masks; no code is run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def original(path, seed):
             "parameters": {"a.weight": [0, 6]},
         }
     ]
-    lobs.save(path, state, {"a.weight": mask}, {"layers": rows, "network": "os:getcwd"})
+    lobs.save(state, path, {"a.weight": mask}, {"layers": rows, "network": "os:getcwd"})
     return path.read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""The certificate for the kinds of convolution beyond two dimensions, and for those that run backwards."""
+"""The certificate for convolutions of all dimensions, transposed ones included."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_certificate_is_never_below_what_is_measured(n, seed):
     result = lobs.prune(
         model,
         [x],
-        0.2 + 0.2 * seed,
+        lobs.Sparsity(0.2 + 0.2 * seed),
         inputs=inputs,
         progress=False,
         numerics=lobs.Numerics(batch_norm=False),

@@ -15,7 +15,7 @@ from tests.layers.test_flipped import Conv1D
 
 
 class Tied(nn.Module):
-    """Two linear layers of one weight, whose biases are one, none or two, with something in between."""
+    """Two linear layers of one weight, with one, no or two biases, and a step in between."""
 
     def __init__(self, bias="shared"):
         super().__init__()

@@ -1,116 +1,107 @@
-"""Imports point one way, the math bank never sees torch.nn, and only linalg.py calls torch.linalg."""
+"""The rules of the source tree that a reader relies on. The import ranks stand in pyproject.toml."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 
 import lobs
 
-ROOT = Path(lobs.__file__).parent
-FLOORS = [
-    {"errors", "__version__"},
-    {"distributed", "observe", "memory"},
-    {"progress"},
-    {"linalg", "targets", "solution", "holding", "files", "batches"},
-    {"metric", "running"},
-    {"problem", "layers", "compact", "callbacks", "adapters"},
-    {"scores", "masks", "statistics", "ledger", "checkpoint", "kernels"},
-    {"solvers", "run_store", "resume"},
-    {"calibrate", "wide"},
-    {"gather", "preconditioning"},
-    {"gauss_newton"},
-    {"splitting"},
-    {
-        "chain",
-        "allocate",
-        "influence",
-        "streams",
-        "batchnorm",
-        "compensation",
-        "shrinking",
-        "curvature",
-        "retraining",
-    },
-    {"bounds", "preview", "surgery", "forecasting"},
-    {"result"},
-    {"finished", "bridge", "demands"},
-    {"job"},
-    {"outcome"},
-    {"trials", "arguments"},
-    {"pipeline"},
-    {"sweep", "verify", "report", "runtime", "export", "stages"},
-    {"data"},
-    {"zoo"},
-    {"cli"},
-    {"__main__"},
-]
-MATH_BANK = {
-    "linalg",
-    "targets",
-    "solution",
-    "metric",
-    "problem",
-    "scores",
-    "masks",
-    "ledger",
-    "kernels",
-    "solvers",
-    "allocate",
-    "preview",
-}
-FLOOR_OF = {room: index for index, rooms in enumerate(FLOORS) for room in rooms}
-FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+SOURCE = Path(lobs.__file__).parent
+PROJECT = Path(__file__).parents[2]
+FILES = sorted(SOURCE.rglob("*.py"))
+PLACES_A_HOOK = ("register_", "_hook")
+UNPICKLERS = {"pickle", "dill", "joblib", "cloudpickle", "shelve", "marshal"}
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
 
 
-def imports(path: Path) -> list[str]:
-    """Every absolute dotted name that a file imports, inside functions too."""
-    found = []
+def every_file(*without: str, under: str = "") -> pytest.MarkDecorator:
+    """Parametrise over the source files under a folder, without those that are named."""
+    chosen = [p for p in FILES if name_of(p).startswith(under) and name_of(p) not in without]
+    return pytest.mark.parametrize("path", chosen, ids=name_of)
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield every absolute dotted name that a file imports, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}: relative import"
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return found
+            assert node.level == 0, f"{name_of(path)}:{node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_one_way(path):
-    here = room_of(path)
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "lobs" and len(parts) > 1 and parts[1] != here:
-            assert FLOOR_OF[parts[1]] < FLOOR_OF[here], (
-                f"{here} (floor {FLOOR_OF[here]}) imports {name}"
-            )
+def dotted(path: Path) -> set[str]:
+    """Return every dotted name that a file mentions in code: `torch.nn.functional.relu`."""
+    tree = ast.parse(path.read_text())
+    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if room_of(p) in MATH_BANK], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_the_math_bank_never_imports_torch_nn(path):
-    assert not [name for name in imports(path) if name.startswith("torch.nn")]
+def packages() -> list[ModuleType]:
+    found = pkgutil.walk_packages(lobs.__path__, "lobs.")
+    return [lobs, *(importlib.import_module(each.name) for each in found if each.ispkg)]
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if room_of(p) != "linalg"], ids=lambda p: str(p.relative_to(ROOT))
-)
+def test_imports_point_down_the_ranks(capsys):
+    status = lint_imports(config_filename=str(PROJECT / "pyproject.toml"), no_cache=True)
+    assert status == EXIT_STATUS_SUCCESS, capsys.readouterr().out
+
+
+@every_file()
+def test_only_subpackages_and_the_version_are_imported_from_the_root(path):
+    for name, _ in imports(path):
+        assert name != "lobs", f"{name_of(path)} imports the root: import the module that is meant"
+        if name.startswith("lobs.") and name.count(".") == 1 and name != "lobs.__version__":
+            home = SOURCE / name.removeprefix("lobs.")
+            assert home.is_dir() or home.with_suffix(".py").is_file(), f"{name_of(path)}: {name}"
+
+
+@every_file(under="solvers/")
+def test_solvers_never_see_torch_nn(path):
+    named = {name for name, _ in imports(path)} | dotted(path)
+    assert not [name for name in named if name == "torch.nn" or name.startswith("torch.nn.")]
+
+
+@every_file("solvers/linalg.py")
 def test_only_linalg_calls_torch_linalg(path):
     assert "torch.linalg" not in path.read_text()
 
 
-def test_every_room_has_a_floor():
-    assert {room_of(path) for path in FILES} <= set(FLOOR_OF)
+@every_file("layers/hooks.py")
+def test_only_hooks_places_hooks(path):
+    placed = {name.rpartition(".")[2] for name in dotted(path)}
+    start, end = PLACES_A_HOOK
+    assert not [name for name in placed if name.startswith(start) and name.endswith(end)]
 
 
-def test_nothing_unpickles():
-    for path in FILES:
-        assert not any(name.split(".")[0] in ("pickle", "dill", "joblib") for name in imports(path))
-        assert "torch.load(" not in path.read_text()
+@every_file()
+def test_nothing_unpickles(path):
+    assert not [name for name, _ in imports(path) if name.split(".")[0] in UNPICKLERS]
+    assert "torch.load" not in dotted(path)
+
+
+def test_the_result_imports_higher_ranks_only_when_a_method_needs_them():
+    result = SOURCE / "pruning" / "result.py"
+    top = [node for node in ast.parse(result.read_text()).body if isinstance(node, ast.ImportFrom)]
+    assert top
+    assert not [n for n in top if str(n.module).startswith(("lobs.report", "lobs.deploy"))]
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.__name__)
+def test_no_public_name_hides_a_submodule(package):
+    """`lobs.training.hold` is a module for everybody, whatever was imported before."""
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name in getattr(package, "__all__", ()):
+            assert isinstance(getattr(package, module.name), ModuleType), (
+                f"{package.__name__}.{module.name} is a submodule and a public name"
+            )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -103,11 +104,11 @@ def test_error_budget_holds_for_every_layer():
 
 def test_bias_can_be_pruned_when_asked():
     model = network()
-    kept = lobs.prune(model, data(), lobs.Sparsity(1.0), progress=False)
+    target = lobs.Sparsity({"6": 1.0})
+    kept = lobs.prune(model, data(), target, progress=False)
     assert bool((kept.model[6].bias != 0).all()) and "6.bias" not in kept.masks
-    gone = lobs.prune(
-        model, data(), lobs.Sparsity(1.0), progress=False, numerics=lobs.Numerics(prune_bias=True)
-    )
+    numerics = lobs.Numerics(prune_bias=True)
+    gone = lobs.prune(model, data(), target, progress=False, numerics=numerics)
     assert bool((gone.model[6].bias == 0).all()) and not bool(gone.masks["6.bias"].any())
     assert gone.total == kept.total + 6 + 20 + 4
 
@@ -210,7 +211,7 @@ DATA = data()
     "wrong", [{"inputs": "sideways"}, {"solver": "best"}, {"layers": "nope"}, {"target": "a lot"}]
 )
 def test_wrong_arguments_name_the_choices(wrong):
-    arguments = {"target": 0.5, "progress": False} | wrong
+    arguments = {"target": lobs.Sparsity(0.5), "progress": False} | wrong
     with pytest.raises(LobsError, match=r"use|There are"):
         lobs.prune(network(), DATA, **arguments)
 
@@ -226,7 +227,8 @@ def test_half_precision_weights_stay_half():
 
 def test_summary_says_what_was_done():
     text = lobs.prune(network(), DATA, lobs.Sparsity(0.5), progress=False).summary()
-    assert "kept 607 of 1,214 weights (50.00%)" in text and "output moved by at most" in text
+    assert text.startswith("2.0× fewer weights: 607 of 1,214 kept (50.00 %).\n")
+    assert re.search(r"Output change: \S+ measured.* \(root mean square, ", text)
 
 
 def test_deviation_is_root_mean_square_over_samples():
@@ -240,6 +242,64 @@ def test_deviation_is_root_mean_square_over_samples():
 def test_names_in_the_package_are_there():
     for name in lobs.__all__:
         assert getattr(lobs, name) is not None
-    assert lobs.calibration.collect.collect is lobs.collect
+    assert lobs.calibration.collect.collect_moments is lobs.collect_moments
     with pytest.raises(AttributeError):
         _ = lobs.nothing
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        lobs.Sparsity(1.0),
+        lobs.Sparsity(1.0, scope="layer"),
+        lobs.Sparsity({"*": 1.0}),
+        lobs.Budget(parameters=0),
+        lobs.NByM(0, 4),
+        lobs.Block(1.0),
+        lobs.Structured(1.0),
+    ],
+    ids=repr,
+)
+def test_a_target_that_leaves_nothing_is_refused(target):
+    with pytest.raises(LobsError, match="leaves nothing of the network"):
+        lobs.prune(network(), data(), target, progress=False)
+
+
+@pytest.mark.parametrize("keep", [0.1, "10%", " 10 %", {"*": 0.1}, {"0": "10%", "*": 0.1}])
+def test_keep_is_the_fraction_that_stays(keep):
+    result = lobs.prune(network(), data(), keep=keep, progress=False)
+    each = [layer.total - lobs.Sparsity(0.9).count(layer.total) for layer in result.layers]
+    expected = sum(each) if isinstance(keep, dict) else round(0.1 * result.total)
+    assert result.kept == expected
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"keep": 0.0}, "keep is 0.0: the kept fraction must lie above 0"),
+        ({"keep": "110%"}, "keep is 110%: the kept fraction must lie above 0 and at most at 1"),
+        ({"keep": {"0": 7}}, r"keep\['0'\] is 7"),
+        ({"keep": "some"}, "keep is 'some': it must be a number"),
+        ({}, "neither of target and keep is given: say keep=0.1"),
+        ({"target": lobs.NByM(2, 4), "keep": 0.5}, "both of target and keep"),
+        ({"target": 0.1}, r"target is 0.1: say keep=0.1 .* or lobs.Sparsity\(0.1\) to remove it"),
+        ({"target": "2:4"}, "is not one of ours"),
+    ],
+)
+def test_what_is_kept_is_said_once_and_plainly(wish, words):
+    with pytest.raises(LobsError, match=words):
+        lobs.prune(network(), data(), **wish, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ({"damping": 0.1}, r"numerics=lobs.Numerics\(damping=…\)"),
+        ({"resume": "x"}, r"execution=lobs.Execution\(resume=…\)"),
+        ({"evaluate": len}, r"lobs.Budget\(drop=…, evaluate=…\)"),
+        ({"compensate": "layers"}, "one of solver, inputs, refit"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_right_line(option, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        lobs.prune(network(), data(), keep=0.5, **option)

@@ -196,7 +196,11 @@ def test_scopes_that_make_no_sense_are_refused():
     with pytest.raises(LobsError, match="exactly one of parameters, bytes, flops, drop"):
         Budget(parameters=3, flops=4)
     with pytest.raises(LobsError, match="needs evaluate"):
-        lobs.prune(network(), [torch.randn(8, 2, 5, 5).double()], Budget(drop=1.0), progress=False)
+        Budget(drop=1.0)
+    with pytest.raises(LobsError, match="evaluate is the score that drop=… is about"):
+        Budget(parameters=1, evaluate=len)
+    with pytest.raises(LobsError, match="rounds is 0: it is a whole number of at least 1"):
+        Sparsity(0.5, rounds=0)
 
 
 def data():
@@ -251,7 +255,12 @@ def test_max_drop_keeps_the_score_and_reports_every_look():
 def test_the_search_for_a_largest_drop_stays_within_the_limits(limits, drop):
     model, x = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(64, 8)
     y = model(x).detach()
-    found = lobs.prune(model, [x], Budget(drop=drop, **limits, evaluate=lambda net: -float((net(x) - y).detach().square().mean())), inputs='dense', solver='magnitude', progress=False)  # fmt: skip
+
+    def score(net):
+        return -float((net(x) - y).detach().square().mean())
+
+    target = Budget(drop=drop, **limits, evaluate=score)
+    found = lobs.prune(model, [x], target, inputs="dense", solver="magnitude", progress=False)
     kept = found.layers[0].kept_fraction
     assert kept >= 0.5 if "keep_at_least" in limits else kept <= 0.5
 
@@ -292,7 +301,7 @@ def test_an_error_taken_for_a_score_is_told_of():
 
     with pytest.warns(
         lobs.NumericalWarning,
-        match="a score of which more is better; to use an error, return its negative",
+        match="A score must be larger for better networks; to use an error, return its negative",
     ):
         lobs.prune(model, [x], Budget(drop=0.1, evaluate=error), progress=False)
     lobs.prune(model, [x], Budget(drop=0.1, evaluate=lambda net: -error(net)), progress=False)

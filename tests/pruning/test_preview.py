@@ -28,7 +28,7 @@ def prune(target, **more):
 
 @pytest.fixture(scope="module")
 def once():
-    return prune(0.6, passes=1, inputs="dense")
+    return prune(Sparsity(0.6, rounds=1), inputs="dense")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_every_stop_is_what_a_run_with_that_budget_does(once):
     preview, total = once.preview, once.total
     for stop in (5, len(preview.change) // 2, len(preview.change) - 3):
         gone = sum(row[stop] for row in preview.removed.values())
-        again = prune(Sparsity(gone / total), passes=1, inputs="dense")
+        again = prune(Sparsity(gone / total, rounds=1), inputs="dense")
         assert [x.total - x.kept for x in again.layers] == [
             row[stop] for row in preview.removed.values()
         ]
@@ -108,7 +108,7 @@ def test_without_a_shared_budget_there_is_no_outlook(target):
     assert prune(target).preview is None
 
 
-def test_a_largest_drop_leaves_the_outlook_of_the_network_that_was_chosen():
+def test_a_largest_drop_leaves_the_preview_of_the_network_that_was_chosen():
     model, batches = network()
     out = model(batches[0]).detach()
 

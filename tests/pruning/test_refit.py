@@ -174,8 +174,8 @@ def test_shared_weights_stay_shared():
 
 def test_a_run_that_is_taken_up_ends_with_the_same_bits(tmp_path):
     model, data = network(), batches()
-    one = cut(model, data, resume=tmp_path)
-    two = cut(model, data, resume=tmp_path)
+    one = cut(model, data, execution=lobs.Execution(resume=tmp_path))
+    two = cut(model, data, execution=lobs.Execution(resume=tmp_path))
     plain = cut(model, data)
     for a, b, c in zip(
         one.model.parameters(), two.model.parameters(), plain.model.parameters(), strict=True
@@ -218,8 +218,8 @@ def test_few_batches_are_cut_so_that_an_eighth_is_kept_back():
     eight, one, two = (
         cut(model, d) for d in (data, [torch.cat(data)], [torch.cat(data[:4]), torch.cat(data[4:])])
     )
-    assert "on 50 samples kept back" in one.settings["refit"]
-    assert "on 50 samples kept back" in two.settings["refit"]
+    assert "on 50 held-out samples" in one.settings["refit"]
+    assert "on 50 held-out samples" in two.settings["refit"]
     for (
         name,
         weight,
@@ -239,7 +239,7 @@ def test_batches_are_cut_only_where_that_makes_no_difference():
         found = split.split(network, data, 20, 100)
         if found is None:
             return None
-        return [len(b) for b in found.at_work()], [len(b) for b in found.held_out()]
+        return [len(b) for b in found.at_work()], [len(b) for b in found.kept_back()]
 
     assert parts(first, [x]) == ([19, 19, 18], [8])
     assert parts(first, [(x, None), (x[:4], None)])[1] == [8]  # small ones stay whole
@@ -279,13 +279,10 @@ def test_one_sample_is_too_few():
 
 
 def test_batches_without_samples_end():
-    assert "compensation" in cut(network(), [torch.empty(0, 12), batches(1)[0]]).settings
+    assert "refit" in cut(network(), [torch.empty(0, 12), batches(1)[0]]).settings
+    assert "nothing" in cut(network(), [batches(1)[0][:15], torch.empty(0, 12)]).settings["refit"]
     assert (
-        "nothing"
-        in cut(network(), [batches(1)[0][:15], torch.empty(0, 12)]).settings["refit"]
-    )
-    assert (
-        "on 6 samples"
+        "on 6 held-out samples"
         in cut(network(), [batches(1)[0], torch.empty(0, 12)]).settings["refit"]
     )
 
@@ -329,13 +326,13 @@ def test_what_is_kept_back_does_not_come_again_in_another_order():
 def test_a_shuffling_loader_of_large_batches_keeps_some_back():
     torch.manual_seed(0)
     loader = DataLoader(TensorDataset(torch.cat(batches(160))), batch_size=800, shuffle=True)
-    assert "samples kept back" in cut(network(), loader).settings["refit"]
+    assert "held-out samples" in cut(network(), loader).settings["refit"]
 
 
 @pytest.mark.parametrize("counts", [(16, 0), (0, 16), (12, 4), (4, 12), (5, 5, 6), (2, 0), (0, 2)])
 def test_processes_keep_back_what_one_alone_would(counts, monkeypatch):
     class Told(ProcessGroup):
-        def hear(self, said):
+        def all_gather(self, said):
             return [*counts] if isinstance(said, int) and not isinstance(said, bool) else [said]
 
     order = [
@@ -345,12 +342,12 @@ def test_processes_keep_back_what_one_alone_would(counts, monkeypatch):
     expected = {place for number, place in enumerate(order) if number % every == every - 1}
     found = set()
     for rank in range(len(counts)):
-        monkeypatch.setattr(split, "crew", lambda rank=rank: Told(rank, len(counts)))
-        monkeypatch.setattr(Told, "agree", lambda self: nullcontext())
+        monkeypatch.setattr(split, "process_group", lambda rank=rank: Told(rank, len(counts)))
+        monkeypatch.setattr(Told, "raise_together", lambda self: nullcontext())
         data = [torch.full((3, 12), float(i)) for i in range(counts[rank])]  # too small to be cut
         found |= {
             (int(batch[0, 0]), rank)
-            for batch in split.split(network(), data, 100, 1000).held_out()
+            for batch in split.split(network(), data, 100, 1000).kept_back()
         }
     assert found == expected
 
@@ -384,15 +381,18 @@ def test_an_output_that_is_not_finite_is_no_reason_to_move():
     torch.manual_seed(0)
     model = Masked(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 5)).eval()
     result = lobs.prune(model, batches(), lobs.Sparsity(0.5, scope="layer"), progress=False)
-    assert "nothing on the batches kept back" in result.settings["refit"]
+    assert "the held-out batches hold nothing to compare" in result.settings["refit"]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compensate": "all"}, "use 'layers', 'network'"),
-        ({"compensate": "network", "inputs": "dense"}, "it goes with inputs='asymmetric'"),
-        ({"compensate": "network", "memory": "8GB"}, "leave out memory"),
+        ({"refit": "all"}, "use 'layers', 'network'"),
+        ({"refit": "network", "inputs": "dense"}, "use inputs='asymmetric'"),
+        (
+            {"refit": "network", "execution": lobs.Execution(memory="8GB")},
+            "leave out memory",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, words):
@@ -409,12 +409,12 @@ def test_large_networks_go_without_unless_asked():
 
 def test_what_happened_is_said_in_words():
     assert str(JointRefit(reason="weights are float16")) == "layer by layer (weights are float16)"
-    assert "did not help on these batches (output deviation 1 → 1.2 on" in str(
+    assert "did not help on held-out samples (output deviation 1 → 1.2 on" in str(
         JointRefit(0, 1.0, 1.0, 5, tried=1.2)
     )
     assert (
         str(JointRefit(3, 1.0, 0.5, 500))
-        == "all layers jointly, 3 steps (output deviation 1 → 0.5 on 500 samples kept back)"
+        == "all layers jointly, 3 steps (output deviation 1 → 0.5 on 500 held-out samples)"
     )
 
 

@@ -5,15 +5,16 @@ import torch
 from torch import nn
 
 import lobs
-from lobs.pruning.sweep import SweepPoint, inflection, sweep
+from lobs.pruning.sweep import SweepPoint, inflection, sweep, sweep_by_layer
 
 
-def points(scores):
-    n = len(scores)
-    return [SweepPoint(i / n, 1 - i / n, 0.0, s) for i, s in enumerate(scores)]
+def points(errors):
+    """A curve of test errors; its scores are their negatives, larger is better."""
+    n = len(errors)
+    return [SweepPoint(1 - i / n, 1 - i / n, 0.0, -e) for i, e in enumerate(errors)]
 
 
-def test_inflection_is_where_a_flat_curve_turns_up():
+def test_inflection_is_where_a_flat_curve_breaks():
     found = points([2, 2, 2.1, 2, 2.2, 2.3, 20, 60, 88])
     assert inflection(found) is found[5]
 
@@ -24,21 +25,40 @@ def test_inflection_ignores_noise_after_the_worst_point():
 
 
 @pytest.mark.parametrize("scores", [[1, 2, 3], [5, 5, 5, 5], [5, 4, 3, 2]])
-def test_no_inflection_without_a_rise(scores):
+def test_no_inflection_without_a_fall(scores):
     assert inflection(points(scores)) is None
 
 
-@pytest.mark.parametrize("solver", ["greedy", "magnitude"])
-def test_each_point_is_what_prune_gives(solver):
+def case():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3))
-    x = [torch.randn(100, 10)]
+    return model, [torch.randn(100, 10)]
 
-    def evaluate(net):
-        return float(net[0].weight.detach().abs().sum())
 
-    found = sweep(model, x, evaluate, [0.3, 0.8], solver=solver, progress=False)
+def evaluate(net):
+    return float(net[0].weight.detach().abs().sum())
+
+
+@pytest.mark.parametrize("by", ["keep", "epsilon"])
+def test_each_point_of_sweep_is_what_prune_gives_by_default(by):
+    model, x = case()
+    found = sweep(model, x, evaluate, [0.7, 0.4, 0.2], by=by, progress=False)
     for point in found:
-        target = lobs.Sparsity(point.asked, scope="layer")
+        kept = {"keep": point.asked}
+        wanted = kept if by == "keep" else {"target": lobs.ErrorBudget(point.asked, relative=True)}
+        expected = lobs.prune(model, x, **wanted, progress=False)
+        assert point.score == evaluate(expected.model)
+        assert point.kept_fraction == expected.kept_fraction
+        errors = [layer.relative_error for layer in expected.layers]
+        assert point.relative_error == pytest.approx(sum(errors) / len(errors))
+
+
+@pytest.mark.parametrize("solver", ["greedy", "magnitude", "lobs"])
+def test_each_point_by_layer_is_what_prune_gives_on_dense_inputs(solver):
+    model, x = case()
+    found = sweep_by_layer(model, x, evaluate, [0.7, 0.2], solver=solver, progress=False)
+    for point in found:
+        target = lobs.Sparsity(1 - point.asked, scope="layer")
         expected = lobs.prune(model, x, target, solver=solver, inputs="dense", progress=False)
         assert point.score == pytest.approx(evaluate(expected.model))
         assert point.kept_fraction == pytest.approx(expected.kept / expected.total)
@@ -56,7 +76,7 @@ def test_by_epsilon_the_error_stays_within():
 
 
 def test_unknown_axis_is_refused():
-    with pytest.raises(lobs.LobsError, match="use 'ratio' or 'epsilon'"):
+    with pytest.raises(lobs.LobsError, match="use 'keep' or 'epsilon'"):
         sweep(
             nn.Linear(2, 2), [torch.ones(1, 2)], lambda net: 0.0, [0.5], by="time", progress=False
         )

@@ -19,7 +19,6 @@ from torch import nn
 import lobs
 from lobs.certificate.bound import Certificate
 from lobs.errors import FileError, LobsError
-from lobs.pruning.result import Histogram
 from lobs.report import (
     Run,
     figures,
@@ -32,6 +31,7 @@ from lobs.report import (
     write_report,
 )
 from lobs.report.tables import environment
+from lobs.solvers.scores import Histogram
 
 HOSTILE = [
     '<img src="https://evil.example/x">',
@@ -423,7 +423,7 @@ def test_a_saved_run_makes_the_same_page_as_a_live_one(tmp_path, page):
 
 
 def test_a_file_without_a_record_is_refused(tmp_path):
-    lobs.save(tmp_path / "net.safetensors", nn.Linear(2, 2))
+    lobs.save(nn.Linear(2, 2), tmp_path / "net.safetensors")
     with pytest.raises(FileError, match=r"'.*net\.safetensors' holds no record of a pruning"):
         read_run(tmp_path / "net.safetensors")
 

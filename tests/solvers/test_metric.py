@@ -162,10 +162,41 @@ def test_inputs_that_are_all_zero_are_told_of():
         metric.metric(torch.diag(torch.tensor([0.0, 0.0, 1.0])), protected=1)
 
 
-def test_a_layer_is_said_to_be_singular_once_in_a_run():
+def test_notes_about_layers_are_one_line_at_the_end_of_a_run():
     psi = torch.ones(4, 4)
-    with pytest.warns(NumericalWarning) as told, warning_once():
-        for scale in (1.0, 2.0):
-            metric.metric(psi * scale, name="layer 'a'")
-        metric.metric(psi, name="layer 'b'")
-    assert [str(w.message)[:9] for w in told] == ["layer 'a'", "layer 'b'"]
+    with pytest.warns(NumericalWarning) as given:
+        with warning_once():
+            for scale in (1.0, 2.0):
+                metric.metric(psi * scale, name="layer 'a'")
+            metric.metric(psi, name="layer 'b'", samples=2)
+        assert len(given) == 1
+    assert [str(w.message) for w in given] == [
+        "1 layer needed regularisation (a: 3 of 4 inputs are dead or duplicated). Normal for image "
+        "borders and units that never fire. 1 layer had fewer samples than inputs (b: 2 samples "
+        "for 4 inputs). Their errors say little about new data: use more calibration samples."
+    ]
+
+
+def test_a_summary_names_three_layers_and_counts_the_others():
+    with pytest.warns(
+        NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
+    ), warning_once():
+        for index in range(5):
+            metric.metric(torch.ones(4, 4), name=f"layer 'l{index}'")
+
+
+def test_runs_inside_a_run_leave_the_summary_to_it():
+    with pytest.warns(NumericalWarning) as given, warning_once():
+        for _ in range(2):
+            with warning_once():
+                metric.metric(torch.ones(4, 4), name="layer 'a'")
+        assert not given
+    assert len(given) == 1
+
+
+def test_a_run_that_fails_gives_its_error_and_no_summary():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NumericalWarning)
+        with pytest.raises(KeyError), warning_once():
+            metric.metric(torch.ones(4, 4), name="layer 'a'")
+            raise KeyError

@@ -23,7 +23,7 @@ def test_a_lightning_style_loop_without_lightning(monkeypatch):
         monkeypatch.delitem(sys.modules, module, raising=False)
     wrapped = Wrapped()
     masks = random_masks(wrapped.model)
-    callback = lobs.lightning_callback(masks, "model")
+    callback = lobs.training.lightning_callback(masks, "model")
     optimizer = OPTIMIZERS["adam"](wrapped.parameters())
     callback.setup(None, wrapped, "fit")
     callback.on_fit_start(None, wrapped)
@@ -46,7 +46,7 @@ def test_a_trainer_style_loop_without_transformers(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     model = network()
     masks = random_masks(model)
-    callback = lobs.trainer_callback(masks)
+    callback = lobs.training.trainer_callback(masks)
     callback.on_init_end(None, None, None)
     callback.on_train_begin(None, None, None, model=model, optimizer=None)
     fit(model, OPTIMIZERS["adam"](model.parameters()))
@@ -72,9 +72,9 @@ def test_the_real_lightning_trainer(tmp_path):
 
     module = Module()
     masks = random_masks(module.model)
-    lobs.apply_masks(module.model, masks)
+    lobs.training.apply_masks(module.model, masks)
     data = torch.utils.data.TensorDataset(torch.randn(32, 1, 5, 5), torch.randint(2, (32,)))
-    for callbacks in ([lobs.lightning_callback(masks, "model")], []):
+    for callbacks in ([lobs.training.lightning_callback(masks, "model")], []):
         trainer = lightning.Trainer(
             max_epochs=2,
             accumulate_grad_batches=2,
@@ -122,7 +122,7 @@ def test_the_real_hugging_face_trainer(tmp_path):
         use_cpu=True,
         disable_tqdm=True,
     )
-    for callbacks in ([lobs.trainer_callback(masks)], []):
+    for callbacks in ([lobs.training.trainer_callback(masks)], []):
         transformers.Trainer(model, settings, train_dataset=data, callbacks=callbacks).train()
         assert (revived(model, masks) == 0) == bool(callbacks)
 
@@ -131,17 +131,17 @@ def test_a_lora_merge_keeps_the_mask_and_says_what_it_lost():
     mask = torch.rand(12, 20) < 0.3
     weight = torch.randn(12, 20).masked_fill(~mask, 0)
     down, up = torch.randn(3, 20), torch.randn(12, 3)
-    merged, lost = lobs.merge_lora(weight, down, up, mask, scale=0.5)
+    merged, lost = lobs.training.merge_lora(weight, down, up, mask, scale=0.5)
     update = 0.5 * up @ down
     assert not merged[~mask].any() and torch.allclose(merged[mask], (weight + update)[mask])
     assert lost == pytest.approx(
         float(update[~mask].square().sum() / update.square().sum()), rel=1e-5
     )
-    assert lobs.merge_lora(weight, down * 0, up, mask)[1] == 0
+    assert lobs.training.merge_lora(weight, down * 0, up, mask)[1] == 0
     with pytest.raises(LobsError, match="do not fit together"):
-        lobs.merge_lora(weight, down[:, :5], up, mask)
+        lobs.training.merge_lora(weight, down[:, :5], up, mask)
     with pytest.raises(LobsError, match="has no merge_and_unload"):
-        lobs.merge_adapters(nn.Linear(2, 2), {})
+        lobs.training.merge_adapters(nn.Linear(2, 2), {})
 
 
 @pytest.mark.slow
@@ -150,10 +150,10 @@ def test_a_real_peft_merge_keeps_the_mask():
     peft = pytest.importorskip("peft")
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4))
     masks = {"0.weight": torch.rand(16, 20) < 0.3}
-    lobs.apply_masks(model, masks)
+    lobs.training.apply_masks(model, masks)
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
     )
-    merged, refilled = lobs.merge_adapters(adapted, masks)
+    merged, refilled = lobs.training.merge_adapters(adapted, masks)
     assert refilled["0.weight"] > 100 and revived(merged, masks) == 0
     assert type(merged[0]) is nn.Linear

@@ -85,7 +85,7 @@ def test_zeros_hold_through_any_optimizer(name, given):
 def test_without_the_hold_momentum_revives_zeros():
     model = network()
     masks = random_masks(model)
-    lobs.apply_masks(model, masks)
+    lobs.training.apply_masks(model, masks)
     fit(model, OPTIMIZERS["sgd"](model.parameters()))
     assert revived(model, masks) > 30
 
@@ -184,7 +184,7 @@ def test_a_deepcopy_keeps_zeros_and_can_be_held_itself(tmp_path):
     assert revived(twin, masks) == 0
     with lobs.hold(twin, masks):
         fit(twin, OPTIMIZERS["sgd"](twin.parameters()))
-    saved = lobs.load(lobs.save(tmp_path / "x.safetensors", twin, masks))
+    saved = lobs.load(lobs.save(twin, tmp_path / "x.safetensors", masks))
     assert revived(twin, saved.masks) == 0 and all(
         torch.equal(saved.masks[n], m) for n, m in masks.items()
     )
@@ -202,7 +202,7 @@ def test_moving_averages_stay_sparse():
             fit(model, optimizer, 1)
             average.update_parameters(model)
     assert revived(average.module, masks) == 0
-    assert lobs.apply_masks(average, masks) == dict.fromkeys(
+    assert lobs.training.apply_masks(average, masks) == dict.fromkeys(
         masks, 0
     )  # names are found inside the wrapper
 
@@ -258,13 +258,13 @@ def test_a_part_named_as_a_wrapper_names_things_is_not_taken_for_another():
             self.module, self.a = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.Linear(2, 2)
 
     model = Own()
-    lobs.apply_masks(model, {"a.weight": torch.zeros(2, 2, dtype=torch.bool)})
+    lobs.training.apply_masks(model, {"a.weight": torch.zeros(2, 2, dtype=torch.bool)})
     assert not model.a.weight.any() and model.module["a"].weight.any()
 
 
 def test_an_optimiser_inside_another_is_found():
     class Prepared(torch.optim.Optimizer):
-        """What a training library hands out: an optimiser that was never initialised as one, around one that was."""
+        """A wrapper as training libraries make it: itself never initialised as an optimiser."""
 
         def __init__(self, optimizer):
             self.optimizer = optimizer
@@ -285,4 +285,28 @@ def test_an_optimiser_inside_another_is_found():
 def test_a_transposed_update_is_refused():
     mask = torch.ones(4, 6, dtype=torch.bool)
     with pytest.raises(lobs.LobsError, match="transposed"):
-        lobs.merge_lora(torch.randn(4, 6), torch.randn(2, 4), torch.randn(6, 2), mask)
+        lobs.training.merge_lora(torch.randn(4, 6), torch.randn(2, 4), torch.randn(6, 2), mask)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimiser_of_another_network_is_refused(kind):
+    dense, small = nn.Linear(3, 2), nn.Linear(3, 2)
+    masks = {"weight": torch.zeros(2, 3, dtype=torch.bool)}
+    before = small.weight.detach().clone()
+    right = rf"such as torch\.optim\.{kind.__name__}\(model\.parameters\(\), …\)"
+    with pytest.raises(LobsError, match=f"none of the masked parameters.*{right}"):
+        lobs.hold(small, masks, kind(dense.parameters(), 0.1))
+    assert torch.equal(small.weight, before)
+    with pytest.raises(LobsError, match=r"optimizer is a list: give a torch\.optim optimiser"):
+        lobs.hold(small, masks, list(small.parameters()))
+
+
+def test_an_optimiser_beside_frozen_pruned_layers_is_taken():
+    # Frozen weights cannot change, so training the other layers alone is no mistake.
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    mask = torch.zeros(3, 3, dtype=torch.bool)
+    with lobs.hold(model, {"0.weight": mask}, torch.optim.SGD(model[1].parameters(), 0.1)) as held:
+        assert not model[0].weight.any()
+        assert repr(held) == "Hold(9 weights of 1 tensors at zero)"
+    assert repr(held) == "Hold(9 weights of 1 tensors at zero, hooks removed)"

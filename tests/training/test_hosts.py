@@ -1,4 +1,4 @@
-"""Processes on different hosts prune as one process does: two network namespaces that share nothing but a cable."""
+"""Processes on two hosts prune as one process does. Network namespaces stand for the hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ip(*words):
 
 @pytest.fixture
 def hosts():
-    """Two namespaces and the ends of their cable, each as (name, device); gone afterwards whatever happens."""
+    """Two namespaces joined by a cable, each as (name, device); removed afterwards."""
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the command `ip` (iproute2)")
     names = [f"lobs-{os.getpid()}-{number}" for number in range(2)]

@@ -1,22 +1,16 @@
+"""Retraining: zeros stay zero, runs are resumed to the bit, mistakes are named."""
+
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lobs import (
-    Budget,
-    LobsError,
-    Shuffled,
-    Sparsity,
-    Stage,
-    distillation,
-    prune,
-    prune_in_stages,
-    retrain,
-    sgd,
-)
+from lobs import Execution, LobsError, Sparsity, prune, retrain
+from lobs.training import Shuffled, distillation, sgd
 
 
 def task(n=240):
@@ -38,6 +32,10 @@ def wrong(model):
         error = 100 * float((model(x).argmax(1) != y).float().mean())
     model.train(was)
     return error
+
+
+def score(model):
+    return -wrong(model)
 
 
 def pruned(fraction=0.5):
@@ -83,23 +81,23 @@ def test_zeros_stay_zero_and_the_rest_learns(kind):
     )  # untouched unless inplace
 
 
-def test_training_lowers_the_error_and_stops_once_it_is_low_enough():
+def test_training_raises_the_score_and_stops_once_it_is_high_enough():
     cut = pruned()
     run = {
         "optimizer": sgd(0.1),
         "iterations": 600,
-        "evaluate": wrong,
+        "evaluate": score,
         "every": 10,
         "progress": False,
     }
     whole = retrain(cut.model, cut.masks, Shuffled(*task(), 24), **run)
-    assert whole.error < whole.history[0][1] - 5 and whole.reached is None
-    wanted = whole.history[0][1] - 5
-    early = retrain(cut.model, cut.masks, Shuffled(*task(), 24), until_error=wanted, **run)
-    assert early.reached and early.error <= wanted and early.iterations < 600
+    assert whole.score > whole.history[0][1] + 5 and whole.reached is None
+    wanted = whole.history[0][1] + 5
+    early = retrain(cut.model, cut.masks, Shuffled(*task(), 24), until_score=wanted, **run)
+    assert early.reached and early.score >= wanted and early.iterations < 600
     assert early.history == whole.history[: len(early.history)]
     never = retrain(
-        cut.model, cut.masks, Shuffled(*task(), 24), until_error=-1.0, **{**run, "iterations": 30}
+        cut.model, cut.masks, Shuffled(*task(), 24), until_score=1.0, **{**run, "iterations": 30}
     )
     assert never.reached is False and never.iterations == 30
 
@@ -113,7 +111,7 @@ def test_looking_more_often_changes_nothing():
             Shuffled(*task(), 24),
             iterations=35,
             every=e,
-            evaluate=wrong,
+            evaluate=score,
             progress=False,
         ).model
         for e in (1, 10, 100)
@@ -140,7 +138,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind, loader, stop):
         "progress": False,
         "seed": 3,
     }
-    whole = retrain(cut.model, cut.masks, data, evaluate=wrong, **run)
+    whole = retrain(cut.model, cut.masks, data, evaluate=score, **run)
 
     looks = 0
 
@@ -149,23 +147,23 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, kind, loader, stop):
         looks += 1
         if looks == stop // 5 + 2:
             raise KeyboardInterrupt
-        return wrong(model)
+        return score(model)
 
-    state = tmp_path / "run.state"
+    resume = Execution(resume=tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        retrain(cut.model, cut.masks, data, evaluate=interrupted, checkpoint=state, **run)
-    again = retrain(cut.model, cut.masks, data, evaluate=wrong, checkpoint=state, **run)
+        retrain(cut.model, cut.masks, data, evaluate=interrupted, execution=resume, **run)
+    again = retrain(cut.model, cut.masks, data, evaluate=score, execution=resume, **run)
     assert equal(again.model, whole.model) and again.history == whole.history
     assert equal(
-        retrain(cut.model, cut.masks, data, evaluate=wrong, checkpoint=state, **run).model,
+        retrain(cut.model, cut.masks, data, evaluate=score, execution=resume, **run).model,
         whole.model,
     )
 
 
 def test_a_state_of_another_run_is_refused(tmp_path):
-    cut, state = pruned(), tmp_path / "run.state"
+    cut, resume = pruned(), Execution(resume=tmp_path / "run")
     retrain(
-        cut.model, cut.masks, Shuffled(*task(), 24), iterations=5, checkpoint=state, progress=False
+        cut.model, cut.masks, Shuffled(*task(), 24), iterations=5, execution=resume, progress=False
     )
     with pytest.raises(LobsError, match="belongs to a run with iterations = 5, not 6"):
         retrain(
@@ -173,7 +171,7 @@ def test_a_state_of_another_run_is_refused(tmp_path):
             cut.masks,
             Shuffled(*task(), 24),
             iterations=6,
-            checkpoint=state,
+            execution=resume,
             progress=False,
         )
     with pytest.raises(LobsError, match="belongs to a run with masks"):
@@ -183,18 +181,12 @@ def test_a_state_of_another_run_is_refused(tmp_path):
             other.masks,
             Shuffled(*task(), 24),
             iterations=5,
-            checkpoint=state,
+            execution=resume,
             progress=False,
         )
-    cut.save(tmp_path / "net.safetensors")
+    cut.save(tmp_path / "run" / "training.safetensors")
     with pytest.raises(LobsError, match="is not a training state"):
-        retrain(
-            cut.model,
-            cut.masks,
-            Shuffled(*task(), 24),
-            checkpoint=tmp_path / "net.safetensors",
-            progress=False,
-        )
+        retrain(cut.model, cut.masks, Shuffled(*task(), 24), execution=resume, progress=False)
 
 
 def test_a_teacher_needs_no_labels():
@@ -205,13 +197,13 @@ def test_a_teacher_needs_no_labels():
     teacher[2].p = 0.0
     cut = prune(teacher, [x], Sparsity(0.6), refit="layers", progress=False)
 
-    def distance(model):
+    def nearness(model):
         was = model.training
         model.eval()
         with torch.no_grad():
             far = float(distillation()(model(x), teacher(x)))
         model.train(was)
-        return far
+        return -far
 
     done = retrain(
         cut.model,
@@ -219,10 +211,10 @@ def test_a_teacher_needs_no_labels():
         [x[:120], x[120:]],
         teacher=teacher,
         iterations=150,
-        evaluate=distance,
+        evaluate=nearness,
         progress=False,
     )
-    assert done.error < 0.5 * done.history[0][1]
+    assert done.score > 0.5 * done.history[0][1]
     assert not teacher.training and zeros_held(done.model, cut.masks)
 
 
@@ -280,151 +272,19 @@ def test_mistakes_are_named():
     for arguments, message in (
         ({"iterations": -1}, "0 or more"),
         ({"decay": "step"}, "use constant, linear, cosine"),
-        ({"until_error": 1.0}, "until_error needs evaluate"),
+        ({"until_score": 1.0}, "until_score needs evaluate"),
         ({"optimizer": sgd(1e9), "iterations": 50}, "Use a smaller learning rate"),
     ):
         with pytest.raises(LobsError, match=message):
             retrain(cut.model, cut.masks, Shuffled(*task(), 24), progress=False, **arguments)
-    with pytest.raises(LobsError, match="not a generator"):
+    with pytest.raises(
+        LobsError, match="data is a list_iterator, and training reads it many times"
+    ):
         retrain(cut.model, cut.masks, iter([task()]), progress=False)
     with pytest.raises(LobsError, match="no batches"):
         retrain(cut.model, cut.masks, [], progress=False)
     with pytest.raises(LobsError, match="do not make batches"):
         Shuffled(x, task()[1], 1000)
-
-
-def stages():
-    return [Stage(Sparsity(0.4, scope="layer"), 20), Stage(Sparsity(0.7, scope="layer"), 30)]
-
-
-def test_stages_reach_their_counts_and_hold_their_zeros():
-    x, y = task()
-    run = {"evaluate": wrong, "retraining": {"optimizer": sgd(0.1)}, "progress": False}
-    done = prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), stages(), **run)
-    assert [s.kept for s in done.stages] == [128 - 38 - 13, 128 - 67 - 22] and done.iterations == 50
-    assert (
-        sum(int(m.sum()) for n, m in done.masks.items() if n.endswith("weight"))
-        == done.stages[-1].kept
-    )
-    assert zeros_held(done.model, done.masks)
-    assert all(s.pruned_error is not None and s.error == s.history[-1][1] for s in done.stages)
-
-
-def test_stages_that_cannot_be_meant_are_refused_before_anything_is_pruned(monkeypatch):
-    x, y = task()
-    monkeypatch.setattr("lobs.training.staged.prune", lambda *_, **__: pytest.fail("pruned"))
-    for plan, more, words in (
-        (
-            [Stage(0.9, 5), Stage(0.5, 5)],
-            {},
-            "a stage keeps 0.5 of the network after one that kept 0.1",
-        ),
-        ([Stage(0.5, 5)], {"decay": "slow"}, "decay is 'slow'"),
-        ([Stage(0.5, 5, until_error=1.0)], {}, "until_error needs evaluate"),
-        (
-            [Stage(Budget(parameters=10)), Stage(Budget(parameters=50))],
-            {},
-            "keeps 50 weights after one that kept 10",
-        ),
-        ([Stage(0.5, 5), Stage(Budget(bytes=1))], {}, "what cannot be removed"),
-        ([Stage(0.5, "5")], {}, "iterations = '5'"),
-        ([0.5], {}, "give a list such as"),
-        ([Stage(0.5, 5)], {"until_error": 3}, "retraining has 'until_error'"),
-    ):
-        with pytest.raises(LobsError, match=words):
-            prune_in_stages(
-                net(), [(x, y)], Shuffled(x, y, 24), plan, retraining=more, progress=False
-            )
-
-
-def test_stages_that_stay_or_come_from_a_generator_are_taken():
-    x, y = task()
-    plan = (Stage(removed, 2) for removed in (0.93, 1 - 0.07))  # not the same float
-    assert (
-        prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), plan, progress=False).iterations == 4
-    )
-
-
-def test_a_folder_of_stages_knows_how_they_were_retrained(tmp_path):
-    x, y = task()
-
-    def run(rate):
-        settings = {"optimizer": sgd(rate)}
-        return prune_in_stages(
-            net(),
-            [(x, y)],
-            Shuffled(x, y, 24),
-            [Stage(0.5, 5)],
-            retraining=settings,
-            folder=tmp_path,
-            progress=False,
-        )
-
-    assert equal(run(0.05).model, run(0.05).model)
-    with pytest.raises(LobsError, match="holds another way of retraining"):
-        run(5.0)
-
-
-def test_one_stage_is_pruning_then_retraining():
-    x, y = task()
-    done = prune_in_stages(
-        net(), [(x, y)], Shuffled(x, y, 24), [Stage(Sparsity(0.5), 25)], progress=False
-    )
-    cut = pruned()
-    assert equal(
-        done.model,
-        retrain(cut.model, cut.masks, Shuffled(x, y, 24), iterations=25, progress=False).model,
-    )
-
-
-def test_stages_with_a_fixed_inverse_only_shrink_their_masks():
-    x, y = task()
-    run = {"pruning": {"solver": "lobs", "inputs": "dense"}, "progress": False}
-    first = prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), stages()[:1], **run)
-    both = prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), stages(), **run)
-    assert all(bool((first.masks[name] | ~mask).all()) for name, mask in both.masks.items())
-
-
-def test_interrupted_stages_go_on_where_they_were(tmp_path):
-    x, y = task()
-    run = {"evaluate": wrong, "progress": False}
-    whole = prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), stages(), **run)
-    prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), stages()[:1], folder=tmp_path, **run)
-    before = (tmp_path / "stage-1.safetensors").stat().st_mtime_ns
-    again = prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), stages(), folder=tmp_path, **run)
-    assert equal(again.model, whole.model) and again.stages == whole.stages
-    assert (tmp_path / "stage-1.safetensors").stat().st_mtime_ns == before and not list(
-        tmp_path.glob("*.state")
-    )
-    with pytest.raises(LobsError, match="holds another stage"):
-        prune_in_stages(
-            net(), [(x, y)], Shuffled(x, y, 24), [Stage(Sparsity(0.2), 20)], folder=tmp_path, **run
-        )
-
-
-def test_finished_stages_of_another_network_or_another_solver_are_refused(tmp_path):
-    x, y = task()
-    run = {"folder": tmp_path, "progress": False}
-    prune_in_stages(net(), [(x, y)], Shuffled(x, y, 24), stages()[:1], **run)
-    other = net()
-    with torch.no_grad():
-        other[0].weight[0, 0] += 1e-3
-    with pytest.raises(LobsError, match="holds another network"):
-        prune_in_stages(other, [(x, y)], Shuffled(x, y, 24), stages()[:1], **run)
-    with pytest.raises(LobsError, match="holds another way of pruning"):
-        prune_in_stages(
-            net(),
-            [(x, y)],
-            Shuffled(x, y, 24),
-            stages()[:1],
-            pruning={"solver": "magnitude"},
-            **run,
-        )
-
-
-def test_no_stages_is_a_mistake():
-    with pytest.raises(LobsError, match="no stages"):
-        prune_in_stages(net(), [task()], [task()], [], progress=False)
 
 
 @pytest.mark.parametrize(
@@ -462,3 +322,66 @@ def test_what_cannot_be_trained_on_says_what_to_give(change, says):
     }
     with pytest.raises(LobsError, match=says):
         retrain(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"checkpoint": "x"}, r"execution=lobs\.Execution\(resume=…\), a folder"),
+        ({"until_error": 1.0}, r"until_score=…; evaluate returns a score, larger is better"),
+        ({"rate": 1.0}, "one of loss, optimizer, decay, every, teacher, seed"),
+    ],
+)
+def test_an_option_that_is_not_there_is_answered_with_the_right_one(change, says):
+    cut = pruned()
+    with pytest.raises(TypeError, match=says):
+        retrain(cut.model, cut.masks, [task()], progress=False, **change)
+
+
+@pytest.mark.parametrize(
+    "execution", [Execution(memory="1GB"), Execution(distributed=True), Execution(diagnostics=True)]
+)
+def test_execution_that_training_cannot_honour_is_refused(execution):
+    cut = pruned()
+    with pytest.raises(
+        LobsError, match=r"does not support Execution\(.*It supports resume and log"
+    ):
+        retrain(cut.model, cut.masks, [task()], execution=execution, progress=False)
+    with pytest.raises(LobsError, match=r"execution is 'run': give lobs\.Execution"):
+        retrain(cut.model, cut.masks, [task()], execution="run", progress=False)
+
+
+def test_training_writes_its_phases_to_the_log(tmp_path):
+    cut, log = pruned(), tmp_path / "log.jsonl"
+    retrain(
+        cut.model,
+        cut.masks,
+        [task()],
+        iterations=3,
+        execution=Execution(log=log),
+        progress=False,
+    )
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["event"], line["phase"]) for line in lines] == [
+        ("begin", "retrain"),
+        ("end", "retrain"),
+    ]
+
+
+def test_an_optimizer_of_another_network_is_refused():
+    cut, other = pruned(), net()
+    with pytest.raises(LobsError, match=r"none of the masked parameters, such as '0\.weight'"):
+        retrain(
+            cut.model,
+            cut.masks,
+            [task()],
+            optimizer=lambda _: torch.optim.SGD(other.parameters(), 0.1),
+            progress=False,
+        )
+
+
+def test_what_training_gives_back_shows_no_tensors():
+    cut = pruned()
+    done = retrain(cut.model, cut.masks, [task()], iterations=2, evaluate=score, progress=False)
+    assert repr(done).startswith("Retraining(2 iterations, score -")
+    assert repr(Shuffled(*task(), 24)) == "Shuffled(240 samples, batch_size=24)"

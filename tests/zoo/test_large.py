@@ -68,7 +68,7 @@ def test_weights_come_from_the_data_folder_in_any_precision(tmp_path, monkeypatc
     )
     model = zoo.fresh("lenet300", 3)
     halves = {name: t.half() for name, t in model.state_dict().items()}
-    checkpoint.save(tmp_path / "mine-imagenet.safetensors", halves)
+    checkpoint.save(halves, tmp_path / "mine-imagenet.safetensors")
     monkeypatch.setenv("LOBS_DATA", str(tmp_path))
     loaded = zoo.trained("mine")
     assert loaded.fc1.weight.dtype == torch.float32 and torch.equal(

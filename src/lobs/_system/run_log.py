@@ -1,13 +1,17 @@
-"""What a run spends its time on, and how much memory it took: for the result, and as JSON lines for machines.
+"""Time the phases of a run, for the result, for a JSON log and for Python's `logging`.
 
-Every piece of work that announces itself (`progress.track`, `phase`) is timed while some caller up
-the stack has opened `recorded_run()`. Only the outermost pieces count towards the totals, so that
-these add up to what has passed.
+Every phase that announces itself (`progress.track`, `phase`) is timed while a caller has opened
+`recorded_run()`. Only the outermost phases count towards the totals, so the totals add up to the
+time that has passed.
+
+The logger `lobs` gets a line for every outermost phase (INFO), every inner phase (DEBUG) and every
+event (DEBUG).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -16,9 +20,22 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from lobs.errors import FileError
+
+logger = logging.getLogger("lobs")
+logger.addHandler(logging.NullHandler())
+
+
+class Listener(Protocol):
+    """An object that is notified when phases begin and end, such as a progress display."""
+
+    def begin(self, name: str, detail: str) -> None:
+        """Take note of a phase that begins."""
+
+    def end(self) -> None:
+        """Take note that the innermost phase has ended."""
 
 
 @dataclass
@@ -30,7 +47,7 @@ class RunLog:
     depth: int = 0
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line of the log."""
+        """Write one line of the log."""
         if self.log is not None:
             line = {
                 "time": round(time.time(), 3),
@@ -43,11 +60,12 @@ class RunLog:
 
 
 _run_log: ContextVar[RunLog | None] = ContextVar("lobs_run_log", default=None)
+_listener: ContextVar[Listener | None] = ContextVar("lobs_listener", default=None)
 
 
 @contextmanager
 def recorded_run(log: str | os.PathLike[str] | None = None) -> Iterator[RunLog]:
-    """Time what runs in this block, and write a JSON line at the beginning and end of everything to `log`."""
+    """Time the phases in this block; with `log`, append a JSON line when one begins or ends."""
     try:
         stream: Any = nullcontext() if log is None else Path(log).open("a", encoding="utf-8")  # noqa: SIM115 - entered below
     except OSError as error:
@@ -62,14 +80,34 @@ def recorded_run(log: str | os.PathLike[str] | None = None) -> Iterator[RunLog]:
 
 
 @contextmanager
-def phase(label: str, **fields: Any) -> Iterator[None]:
-    """A piece of work with a name; what stands after " of " in it is detail."""
-    run_log = _run_log.get()
-    if run_log is None:
+def listening(listener: Listener) -> Iterator[None]:
+    """Notify a listener of the phases in this block."""
+    token = _listener.set(listener)
+    try:
         yield
-        return
+    finally:
+        _listener.reset(token)
+
+
+@contextmanager
+def phase(label: str, **fields: Any) -> Iterator[None]:
+    """Name a piece of work. What follows " of " in the label is detail, such as a layer."""
     name, _, detail = label.partition(" of ")
-    fields = fields | ({"of": detail} if detail else {})
+    detail = detail or str(fields.get("layer", ""))
+    listener = _listener.get()
+    if listener is not None:
+        listener.begin(name, detail)
+    try:
+        with _timed(name, fields | ({"of": detail} if " of " in label else {})):
+            yield
+    finally:
+        if listener is not None:
+            listener.end()
+
+
+@contextmanager
+def _timed(name: str, fields: dict[str, Any]) -> Iterator[None]:
+    run_log = _run_log.get() or RunLog()
     run_log.write("begin", phase=name, depth=run_log.depth, **fields)
     run_log.depth += 1
     began = time.perf_counter()
@@ -80,20 +118,25 @@ def phase(label: str, **fields: Any) -> Iterator[None]:
     finally:
         run_log.depth -= 1
         took = time.perf_counter() - began
-        if run_log.depth == 0:
+        outermost = run_log.depth == 0
+        if outermost:
             run_log.seconds[name] = run_log.seconds.get(name, 0.0) + took
         run_log.write(ended, phase=name, depth=run_log.depth, seconds=round(took, 6), **fields)
+        words = " ".join([name, *map(str, fields.values())])
+        level = logging.INFO if outermost else logging.DEBUG
+        logger.log(level, "%s: %.2f s%s", words, took, "" if ended == "end" else " (failed)")
 
 
 def log_event(event: str, **fields: Any) -> None:
-    """Log something that happened, where somebody listens."""
+    """Write an event to the run's log and to the logger `lobs`."""
     run_log = _run_log.get()
     if run_log is not None:
         run_log.write(event, **fields)
+    logger.debug("%s %s", event, fields)
 
 
 def peak_bytes() -> int | None:
-    """The most memory that this process has ever had resident; None where the system does not say."""
+    """Return this process's largest resident memory so far; None where the system hides it."""
     try:
         import resource
     except ImportError:  # Windows

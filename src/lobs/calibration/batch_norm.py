@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lobs._system.distributed import process_group
 from lobs.calibration.comparison import Comparison, side_by_side
 from lobs.calibration.forward import call
+from lobs.layers.hooks import before_forward
 from lobs.solvers import linalg
 
 # Smallest relative gain for which new statistics are kept: they cost the certificate its bound.
@@ -263,10 +264,7 @@ def watching_norms(
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         return lambda _, args, named: see(name, args[0] if args else named["input"])
 
-    handles = [
-        norm.register_forward_pre_hook(watch(name), with_kwargs=True)
-        for name, norm in norms.items()
-    ]
+    handles = [before_forward(norm, watch(name), with_kwargs=True) for name, norm in norms.items()]
     try:
         yield
     finally:

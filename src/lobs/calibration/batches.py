@@ -1,8 +1,8 @@
-"""The user's batches, read with care: whatever goes wrong while reading says which batch it was.
+"""Read the user's batches, and name the batch in every error.
 
-Data come from user code: a loader may raise in the middle, a network may choke on one batch. Both
-become one error that names the batch and keeps the cause; nothing of ours stays behind on the
-network. Where another type or shape would do, it says what to write.
+Data come from user code. A loader may raise in the middle, and a network may fail on one batch.
+Both become one error that names the batch and keeps the cause. Where another type or shape would
+work, the message gives the code to write.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ _CASTS = {
     torch.float16: "half",
     torch.bfloat16: "bfloat16",
 }
-_MISTAKEN = {
-    "uint8",
-    *(str(kind).removeprefix("torch.") for kind in _CASTS),
-}  # integers may be labels: those stay
+# Types that are easily given in place of the network's. Other integers may be labels.
+_MISTAKEN = {"uint8", *(str(kind).removeprefix("torch.") for kind in _CASTS)}
 
 
 class Batches:
-    """Somebody's iterable of batches; iterates like it, and has a length where that has one."""
+    """Iterate over a user's batches, with errors that name the batch."""
 
     def __init__(self, source: Iterable[Any], name: str = "calibration") -> None:
         self.source, self.name = source, name
 
     def __iter__(self) -> Iterator[Any]:
-        with told(f"reading the first {self.name} batch"):
+        with user_code(f"reading the first {self.name} batch"):
             batches = iter(self.source)
         for index in count():
-            with told(f"reading {self.name} batch {index}"):
+            with user_code(f"reading {self.name} batch {index}"):
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -52,7 +50,13 @@ class Batches:
 
 
 def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches") -> Batches:
-    """The same batches, whose errors are ours; if they are needed again, a generator is read into memory."""
+    """Return the batches with errors that name the batch, or refuse what is no iterable of them.
+
+    Args:
+        batches: an iterable of batches.
+        again: read a generator into memory, because the batches are needed more than once.
+        name: the argument's name, for messages.
+    """
     if isinstance(batches, Batches):
         return batches
     if isinstance(batches, Tensor | str | bytes | dict) or not isinstance(batches, Iterable):
@@ -60,9 +64,7 @@ def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches"
             f"{name} is a {type(batches).__name__}: give a list of batches or a DataLoader; one "
             "tensor x is [x]."
         )
-    if (
-        isinstance(batches, np.ndarray) and batches.dtype != object
-    ):  # an array of tensors can be gone through
+    if isinstance(batches, np.ndarray) and batches.dtype != object:  # not an array of tensors
         raise CalibrationError(
             f"{name} is a numpy array of {batches.dtype} of shape {batches.shape}: write "
             f"[{written(batches, torch.float32)}], a list of batches, in the network's type."
@@ -72,8 +74,11 @@ def guarded(batches: Iterable[Any], *, again: bool = True, name: str = "batches"
 
 
 @contextmanager
-def told(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
-    """Turn what user code raises into a `CalibrationError` that says what was being done, and a remedy if there is one."""
+def user_code(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
+    """Turn an exception of user code into a `CalibrationError` that names the action.
+
+    `remedy` is called to find a sentence of advice, which may be empty.
+    """
     try:
         yield
     except CalibrationError as error:
@@ -91,8 +96,14 @@ def told(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
 def remedy_for(
     run: Callable[[Any], Any], batch: Tensor | Mapping[str, Any], kind: torch.dtype | None
 ) -> str:
-    """What to write for a batch on which a network of type `kind` fails: only what was tried and runs, else nothing."""
-    if _runs(run, batch):  # what fails once and not again is no matter of types and shapes
+    """Return a sentence with the code that makes a failing batch run, after trying it.
+
+    Args:
+        run: runs the network on a batch.
+        batch: the batch that failed.
+        kind: the type of the network's weights.
+    """
+    if _runs(run, batch):  # a failure that does not repeat has another cause than the batch
         return ""
     if isinstance(batch, Mapping):
         return _remedy_by_name(run, batch, kind)
@@ -102,12 +113,23 @@ def remedy_for(
     for place, what in enumerate(("samples", "channels")):
         if place <= x.dim() and _runs(run, x.unsqueeze(place)):
             shape = tuple(batch.shape)
-            return f"It runs with {code}.unsqueeze({place}): does the batch, of shape {shape}, lack a dimension of {what}?"
+            return (
+                f"It runs with {code}.unsqueeze({place}): does the batch, of shape {shape}, lack a "
+                f"dimension of {what}?"
+            )
     return ""
 
 
 def written(value: Any, kind: torch.dtype | None, name: str = "x") -> str:
-    """The code that makes a value a tensor of the network's type; its name alone where it is one, or nothing would do."""
+    """Return the code that converts a value to a tensor of the network's type.
+
+    It is the name alone where nothing is to be done, or nothing can be done.
+
+    Args:
+        value: the value.
+        kind: the type of the network's weights.
+        name: the variable's name in the code.
+    """
     if not isinstance(value, Tensor | np.ndarray) or (
         isinstance(value, np.ndarray) and value.dtype.kind not in "fiub"
     ):
@@ -131,13 +153,13 @@ def _remedy_by_name(
 
 
 def _mistaken(value: Tensor | np.ndarray[Any, Any], kind: torch.dtype) -> bool:
-    """Is a value of a type that is easily had in place of the network's?"""
+    """Return whether a value has a type that is easily given in place of the network's."""
     name = str(value.dtype).removeprefix("torch.")
     return name in _MISTAKEN and f"torch.{name}" != str(kind)
 
 
 def _typed(value: Any, kind: torch.dtype | None) -> Tensor:
-    """What `written` writes, of an array as a copy: torch warns of those that are read-only."""
+    """Convert a value as `written` describes; arrays are copied, as they may be read-only."""
     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     return tensor.to(kind) if kind in _CASTS and _mistaken(tensor, kind) else tensor
 

@@ -1,7 +1,7 @@
-"""One pass over the user's data, watching what reaches each layer.
+"""Collect the moments of every layer's input in one pass over the user's data.
 
-`collect` never changes the model: hooks come off and every module's train/eval mode comes back even
-when the model raises.
+`collect_moments` never changes the model. Hooks are removed and every module's mode is restored,
+also when the model raises.
 """
 
 from __future__ import annotations
@@ -13,31 +13,41 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lobs.calibration.batches import guarded
 from lobs._system.distributed import process_group
-from lobs.errors import CalibrationError
-from lobs.storage.run_store import RunStore
-from lobs.layers import Layer, find_layers, watching
 from lobs._system.progress import shown, track
+from lobs.calibration.batches import guarded
 from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
 from lobs.calibration.moments import Moments
+from lobs.errors import CalibrationError
+from lobs.layers import Layer, find_layers, watching
+from lobs.storage.run_store import RunStore
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration(Mapping[str, Moments]):
-    """Moments by layer name, in the order in which the layers first ran."""
+    """Hold moments by layer name, in the order in which the layers first ran.
+
+    Attributes:
+        moments: the moments of each layer's input.
+        samples: number of network inputs.
+        example: one input, for shapes; None where the network takes keyword arguments.
+        shapes: the different shapes of one input.
+        batches: number of batches.
+        outputs: number of output elements for each batch of each process.
+    """
 
     moments: Mapping[str, Moments]
     samples: int
     example: Any = field(default=None, repr=False)
     shapes: frozenset[tuple[int, ...]] = frozenset()
     batches: int = 0
-    outputs: tuple[Sequence[int], ...] = (
-        (),
-    )  # how many numbers each process's batches made the network give
+    outputs: tuple[Sequence[int], ...] = ((),)
 
     def drawn_elsewhere(self, rank: int) -> list[int]:
-        """For each batch of one process, how many numbers the others' batches give since its last, all taken in turns."""
+        """Count the output elements of other processes before each batch of one process.
+
+        The processes take turns, one batch at a time.
+        """
         skipped, found = 0, []
         for turn in range(max(map(len, self.outputs))):
             for other, sizes in enumerate(self.outputs):
@@ -49,7 +59,7 @@ class Calibration(Mapping[str, Moments]):
         return found
 
     def count(self, name: str) -> int:
-        """How many vectors have reached a layer."""
+        """Return the number of vectors that have reached a layer."""
         return self.moments[name].count
 
     def __getitem__(self, name: str) -> Moments:
@@ -74,80 +84,101 @@ def collect_moments(
 ) -> Calibration:
     """Stream the second moment of every prunable layer's input in one pass over `batches`.
 
+    A layer that no batch reaches, an empty iterable, and NaN or infinite activations are errors.
+    Inputs are moved to the device of the model's first parameter.
+
     Args:
         model: any network; run in eval mode without gradients, left as it was found.
         batches: tensors, tuples whose first item is the input, or mappings of keyword arguments.
         layers: names, globs or `Layer`s; all prunable layers by default.
         progress: draw a bar.
-        run_store: where to keep what the pass has reached, and to take it up again.
-        key: what the run store calls it.
+        run_store: where to keep the state of the pass, and to resume it from.
+        key: the name of the pass in the run store.
         counts_only: only count inputs; their moments and means stay empty.
-
-    A layer that no batch reaches, an empty iterable, and NaN or infinite activations are errors
-    that say so. Inputs are moved to the device of the model's first parameter.
     """
     batches = guarded(batches, again=False)
     chosen, run_store = _as_layers(model, layers), run_store or RunStore()
-    seen, complete = _taken_up(run_store, key, chosen)
+    stored, complete = _resumed(run_store, key, chosen)
     if complete:
-        return seen
-    moments, shapes, begun = dict(seen.moments), set(seen.shapes), seen.batches
-    samples, example, outputs = seen.samples, seen.example, list(seen.outputs[0])
+        return stored
+    state = _State(stored)
+    observations = (
+        layer.on_input(partial(_count, layer, state.moments, counts_only)) for layer in chosen
+    )
     with (
         process_group().raise_together(),
         shown(progress),
         track("calibrate", length(batches)) as advance,
-        watching(layer.on_input(partial(_count, layer, moments, counts_only)) for layer in chosen),
+        watching(observations),
         evaluating(model),
     ):
         for index, batch in enumerate(batches):
-            if index < begun:
+            if index < stored.batches:
                 continue
-            out = main_output(call(model, batch))
-            outputs.append(0 if out is None else out.numel())
-            bad = [name for name, m in moments.items() if not m.finite]
-            if bad:
-                raise CalibrationError(
-                    f"layer '{bad[0]}': NaN or infinite input in batch {index}, or one whose "
-                    "square is beyond float64. "
-                    f"Check the data and the network on that batch."
-                )
-            samples += batch_size(batch)
-            sample = _first_sample(batch)
-            example = sample if example is None else example
-            shapes |= set() if sample is None else {tuple(sample.shape)}
+            state.add(index, batch, main_output(call(model, batch)))
             advance(1)
             if run_store.due:
-                seen = Calibration(
-                    moments, samples, example, frozenset(shapes), index + 1, (outputs,)
-                )
-                run_store.write(key, *_packed(seen, complete=False))
-    seen = _joined(
-        Calibration(moments, samples, example, frozenset(shapes), len(outputs), (outputs,)),
-        chosen,
-        counts_only,
-    )
-    if seen.samples == 0:
-        raise CalibrationError(
-            "no calibration samples: the batches were empty. A generator can be used only once."
-        )
-    missing = [layer.name for layer in chosen if layer.name not in seen]
-    if missing:
-        raise CalibrationError(
-            f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} "
-            "such). "
-            f"Skip it: skip={missing}, or --skip {missing[0]}."
-        )
+                run_store.write(key, *_packed(state.calibration(), complete=False))
+    seen = _joined(state.calibration(), chosen, counts_only)
+    _check_reached(seen, chosen)
     run_store.write(key, *_packed(seen, complete=True))
     return seen
 
 
+class _State:
+    """Hold the state of a pass between two batches."""
+
+    def __init__(self, stored: Calibration) -> None:
+        self.moments, self.shapes = dict(stored.moments), set(stored.shapes)
+        self.samples, self.example = stored.samples, stored.example
+        self.outputs = list(stored.outputs[0])
+
+    def add(self, index: int, batch: Any, out: Tensor | None) -> None:
+        """Count a batch that has been run; refuse it if a layer's input was not finite."""
+        self.outputs.append(0 if out is None else out.numel())
+        bad = [name for name, moments in self.moments.items() if not moments.finite]
+        if bad:
+            raise CalibrationError(
+                f"layer '{bad[0]}': NaN or infinite input in batch {index}, or one whose square "
+                "is beyond float64. Check the data and the network on that batch."
+            )
+        self.samples += batch_size(batch)
+        sample = _first_sample(batch)
+        self.example = sample if self.example is None else self.example
+        self.shapes |= set() if sample is None else {tuple(sample.shape)}
+
+    def calibration(self) -> Calibration:
+        """Return the calibration so far."""
+        return Calibration(
+            self.moments,
+            self.samples,
+            self.example,
+            frozenset(self.shapes),
+            len(self.outputs),
+            (self.outputs,),
+        )
+
+
+def _check_reached(seen: Calibration, layers: Sequence[Layer]) -> None:
+    """Refuse a calibration without samples, or one that never reached a layer."""
+    if seen.samples == 0:
+        raise CalibrationError(
+            "no calibration samples: the batches were empty. A generator can be used only once."
+        )
+    missing = [layer.name for layer in layers if layer.name not in seen]
+    if missing:
+        raise CalibrationError(
+            f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} "
+            f"such). Skip it: skip={missing}, or --skip {missing[0]}."
+        )
+
+
 def _joined(seen: Calibration, layers: Sequence[Layer], counts_only: bool) -> Calibration:
-    """What all processes of the group have seen together; a layer that some of them never reached counts where it was."""
+    """Add up the calibrations of all processes; a layer need not be reached in each of them."""
     group = process_group()
     if group.size == 1:
         return seen
-    told = group.all_gather(
+    gathered = group.all_gather(
         [
             list(seen),
             seen.samples,
@@ -157,7 +188,7 @@ def _joined(seen: Calibration, layers: Sequence[Layer], counts_only: bool) -> Ca
         ]
     )
     moments, by_name = {}, {layer.name: layer for layer in layers}
-    for name in dict.fromkeys(name for names, *_ in told for name in names):
+    for name in dict.fromkeys(name for names, *_ in gathered for name in names):
         layer = by_name[name]
         moments[name] = (
             seen[name]
@@ -170,10 +201,15 @@ def _joined(seen: Calibration, layers: Sequence[Layer], counts_only: bool) -> Ca
     if any(has_example):
         own = {} if seen.example is None else {"example": seen.example}
         example = group.broadcast_object(own, by=has_example.index(True))[0]["example"]
-    shapes = frozenset(tuple(shape) for _, _, some, _, _ in told for shape in some)
-    outputs = tuple(tuple(sizes) for *_, sizes, _ in told)
+    shapes = frozenset(tuple(shape) for _, _, some, _, _ in gathered for shape in some)
+    outputs = tuple(tuple(sizes) for *_, sizes, _ in gathered)
     return Calibration(
-        moments, sum(s for _, s, *_ in told), example, shapes, sum(n for *_, n in told), outputs
+        moments,
+        sum(s for _, s, *_ in gathered),
+        example,
+        shapes,
+        sum(n for *_, n in gathered),
+        outputs,
     )
 
 
@@ -192,8 +228,8 @@ def _packed(seen: Calibration, *, complete: bool) -> tuple[dict[str, Tensor], di
     return tensors, {**record, "outputs": [list(sizes) for sizes in seen.outputs]}
 
 
-def _taken_up(run_store: RunStore, key: str, layers: Sequence[Layer]) -> tuple[Calibration, bool]:
-    """What an earlier pass has reached, and whether that was the end."""
+def _resumed(run_store: RunStore, key: str, layers: Sequence[Layer]) -> tuple[Calibration, bool]:
+    """Return the state that an earlier pass has stored, and whether that pass was complete."""
     saved = run_store.read(key)
     if saved is None:
         return Calibration({}, 0), False
@@ -237,7 +273,7 @@ def _as_layers(
 
 
 def _first_sample(batch: Any) -> Tensor | None:
-    """One input to learn shapes from; None where the model takes keywords."""
+    """Return one input, for shapes; None where the model takes keyword arguments."""
     if isinstance(batch, tuple | list):
         batch = batch[0]
     return (

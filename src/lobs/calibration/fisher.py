@@ -1,10 +1,12 @@
-"""The diagonal of the loss's curvature, weight by weight: what optimal brain damage (LeCun, Denker, Solla 1990) cuts by.
+"""Estimate the diagonal of the loss's curvature, by which optimal brain damage chooses weights.
 
-For a softmax classifier the Gauss–Newton matrix of the cross entropy is the Fisher matrix, the mean
-over inputs and over labels drawn from the network's own distribution of g gᵀ, with g the gradient
-of one sample's loss. Its diagonal is the mean of g², so one backward pass a batch with drawn labels
-estimates it without bias, and no true labels are needed. A sample's gradient is summed over the
-positions of a convolution before it is squared.
+Optimal brain damage is by LeCun, Denker and Solla (1990). For a softmax classifier the Gauss–Newton
+matrix of the cross entropy is the Fisher matrix. That is the mean of g gᵀ over inputs and over
+labels drawn from the network's own distribution, with g the gradient of one sample's loss.
+
+Its diagonal is the mean of g². One backward pass per batch with drawn labels estimates it without
+bias, and no true labels are needed. A sample's gradient is summed over the positions of a
+convolution before it is squared.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from lobs._system.distributed import process_group
-from lobs.errors import CalibrationError
-from lobs.layers import Layer
 from lobs._system.progress import track
 from lobs.calibration.forward import batch_size, call, evaluating, length
+from lobs.errors import CalibrationError
+from lobs.layers import Layer, watching
+from lobs.layers.hooks import Removable, after_forward
 
 _PIECE_ELEMENTS = 2**24  # of per-sample gradients held at a time
 
@@ -28,9 +32,16 @@ _PIECE_ELEMENTS = 2**24  # of per-sample gradients held at a time
 def fisher_diagonal(
     model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer], *, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Mean squared gradient of every weight, (groups, rows, columns [+ 1 for the bias]) by layer name, in float64.
+    """Return the mean squared gradient of every weight by layer name, in float64.
 
-    Costs a forward and a backward pass over the data, and as much again to square sample by sample.
+    Each value has shape (groups, rows, columns [+ 1 for the bias]). The cost is a forward and a
+    backward pass over the data, and as much again to square sample by sample.
+
+    Args:
+        model: a classifier that returns (samples, classes).
+        batches: calibration batches; labels are not used.
+        layers: the layers whose weights are wanted.
+        seed: seed of the drawn labels.
     """
     for layer in layers:
         _check(layer)
@@ -46,26 +57,11 @@ def fisher_diagonal(
         track("curvature", length(batches)) as advance,
     ):
         for batch in batches:
-            with _watched(layers) as seen:
+            with _recorded(layers) as seen:
                 out = call(model, batch)
-            if not isinstance(out, Tensor) or out.dim() != 2:
-                raise CalibrationError(
-                    "the curvature of a loss needs a classifier that returns (samples, classes), "
-                    "not "
-                    f"{tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__}. Use "
-                    "solver 'obd'."
-                )
-            chances = out.detach().softmax(dim=1).cpu()
-            if not bool(torch.isfinite(chances).all()):
-                raise CalibrationError(
-                    "the curvature of a loss needs finite outputs, and the network gives NaN or "
-                    "infinite ones. Check its "
-                    "weights and the data, or use solver 'obd'."
-                )
-            drawn = torch.multinomial(chances, 1, generator=generator).squeeze(1).to(out.device)
-            loss = torch.nn.functional.cross_entropy(
-                out, drawn, reduction="sum"
-            )  # so that a sample's gradient is its own
+            drawn = _drawn_labels(out, generator)
+            # The sum, not the mean: a sample's gradient is then that of its own loss.
+            loss = F.cross_entropy(out, drawn, reduction="sum")
             gradients = torch.autograd.grad(loss, [zero for _, _, zero in seen], allow_unused=True)
             for (layer, x, _), gradient in zip(seen, gradients, strict=True):
                 if gradient is not None:
@@ -77,7 +73,25 @@ def fisher_diagonal(
     return {name: value / max(samples, 1) for name, value in total.items()}
 
 
+def _drawn_labels(out: Any, generator: torch.Generator) -> Tensor:
+    """Draw one label per sample from a classifier's own distribution."""
+    if not isinstance(out, Tensor) or out.dim() != 2:
+        got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise CalibrationError(
+            "the curvature of a loss needs a classifier that returns (samples, classes), not "
+            f"{got}. Use solver 'obd'."
+        )
+    chances = out.detach().softmax(dim=1).cpu()
+    if not bool(torch.isfinite(chances).all()):
+        raise CalibrationError(
+            "the curvature of a loss needs finite outputs, and the network gives NaN or infinite "
+            "ones. Check its weights and the data, or use solver 'obd'."
+        )
+    return torch.multinomial(chances, 1, generator=generator).squeeze(1).to(out.device)
+
+
 def _check(layer: Layer) -> None:
+    """Refuse a layer whose gradient per sample is not computed here."""
     if layer.tied or not isinstance(layer.module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         shared = ", shared by several modules," if layer.tied else ""
         raise CalibrationError(
@@ -87,7 +101,7 @@ def _check(layer: Layer) -> None:
 
 
 def _squares(layer: Layer, x: Tensor, gradient: Tensor) -> Tensor:
-    """Σ over samples of the squared gradient of one sample's loss."""
+    """Sum the squared gradients of the samples' losses over the samples."""
     n, width = len(x), layer.columns + (layer.bias is not None)
     step = max(1, _PIECE_ELEMENTS // max(1, layer.groups * layer.rows * width))
     found = torch.zeros(layer.groups, layer.rows, width, dtype=torch.float64)
@@ -104,7 +118,7 @@ def _squares(layer: Layer, x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _by_position(layer: Layer, slope: Tensor) -> Tensor:
-    """A gradient of the layer's output as (groups, samples, positions, rows)."""
+    """Reshape a gradient of the layer's output to (groups, samples, positions, rows)."""
     if isinstance(layer.module, nn.Linear):
         return slope.reshape(1, len(slope), -1, layer.rows)
     flat: Tensor = slope.flatten(2).unflatten(1, (layer.groups, layer.rows))  # type: ignore[no-untyped-call]
@@ -112,21 +126,20 @@ def _by_position(layer: Layer, slope: Tensor) -> Tensor:
 
 
 @contextmanager
-def _watched(layers: Sequence[Layer]) -> Iterator[list[tuple[Layer, Tensor, Tensor]]]:
-    """Keep every layer's input, and a zero added to its output: the zero's gradient is the output's."""
+def _recorded(layers: Sequence[Layer]) -> Iterator[list[tuple[Layer, Tensor, Tensor]]]:
+    """Record every layer's input, and add a zero to its output.
+
+    The gradient of the zero is the gradient of the output.
+    """
     seen: list[tuple[Layer, Tensor, Tensor]] = []
 
-    def watch(layer: Layer) -> Any:
+    def record(layer: Layer) -> Removable:
         def hook(_: nn.Module, args: tuple[Any, ...], z: Tensor) -> Tensor:
             zero = torch.zeros_like(z, requires_grad=True)
             seen.append((layer, args[0].detach(), zero))
             return z + zero
 
-        return layer.module.register_forward_hook(hook)
+        return after_forward(layer.module, hook)
 
-    handles = [watch(layer) for layer in layers]
-    try:
+    with watching(record(layer) for layer in layers):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()

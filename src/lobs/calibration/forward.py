@@ -1,4 +1,4 @@
-"""A network run on one of the user's batches, in eval mode and as it was written; what a batch holds, what an answer says."""
+"""Run a network on one of the user's batches, in eval mode and without compiled code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibration.batches import remedy_for, told, written
 from lobs._system.distributed import process_group
+from lobs.calibration.batches import remedy_for, user_code, written
 from lobs.errors import CalibrationError
+from lobs.layers.graph import device_of
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Run a model on one batch: a tensor, a tuple whose first item is the input, or keyword arguments."""
+    """Run a model on one batch and return its output.
+
+    A batch is a tensor, a tuple whose first item is the input, or a mapping of keyword arguments.
+    """
     if isinstance(batch, Mapping):
-        with told(
+        with user_code(
             f"running the network on a batch of {', '.join(map(str, batch))}",
             partial(_remedy, model, batch),
         ):
@@ -31,7 +35,7 @@ def call(model: nn.Module, batch: Any) -> Any:
         batch = batch[0]
     if not isinstance(batch, Tensor):
         raise CalibrationError(_not_a_tensor(batch, _kind(model)))
-    with told(
+    with user_code(
         f"running the network on a batch of shape {tuple(batch.shape)}",
         partial(_remedy, model, batch),
     ):
@@ -39,8 +43,8 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 
 def _run(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Any:
-    """The network's answer to a copy of a batch: networks that work in place would spoil it for the next pass."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Run a network on a copy of a batch: in-place steps would change it for the next pass."""
+    device = device_of(model)
     if isinstance(batch, Tensor):
         return model(batch.to(device, copy=True))
     return model(
@@ -49,14 +53,17 @@ def _run(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Any:
 
 
 def _remedy(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> str:
-    """What to write instead of a batch that fails, where the network may be tried: not in training, nor while others wait."""
+    """Return the code that mends a failing batch, found by trying.
+
+    Nothing is tried in training mode, nor while other processes wait.
+    """
     if process_group().size > 1 or any(module.training for module in model.modules()):
         return ""
     return remedy_for(partial(_run, model), batch, _kind(model))
 
 
 def _kind(model: nn.Module) -> torch.dtype | None:
-    """The type of a network's first floating-point weights."""
+    """Return the type of a network's first floating-point weights."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
@@ -66,21 +73,24 @@ def _not_a_tensor(batch: Any, kind: torch.dtype | None) -> str:
         return (
             f"{what} ({batch.dtype} of shape {batch.shape}) to a network of {kind}: write {code}."
         )
-    return f"{what}: give a tensor, a tuple whose first item is one, or a mapping of keyword arguments."
+    return (
+        f"{what}: give a tensor, a tuple whose first item is one, or a mapping of keyword "
+        "arguments."
+    )
 
 
 def main_output(out: Any) -> Tensor | None:
-    """What an answer is about, as one tensor: all its floating-point tensors, joined where there are several.
+    """Return all floating-point tensors of an output as one tensor; None where there is none.
 
-    Of Hugging Face's answers, which also carry caches and hidden states, only `logits` or
-    `last_hidden_state`.
+    Hugging Face outputs also carry caches and hidden states. Of those only `logits` or
+    `last_hidden_state` counts.
     """
     if isinstance(out, Mapping) and hasattr(out, "to_tuple"):
         out = next((out[key] for key in ("logits", "last_hidden_state") if key in out), out)
     found = list(_floating(out))
-    return (
-        found[0] if len(found) == 1 else torch.cat([t.flatten() for t in found]) if found else None
-    )
+    if len(found) <= 1:
+        return found[0] if found else None
+    return torch.cat([t.flatten() for t in found])
 
 
 def _floating(out: Any) -> Iterator[Tensor]:
@@ -92,27 +102,24 @@ def _floating(out: Any) -> Iterator[Tensor]:
 
 
 def plain_input(batch: Any) -> Tensor | None:
-    """A batch's input where that is one tensor of several dimensions, alone or first in a tuple: such can be cut and joined."""
+    """Return a batch's input if it is one tensor that can be split by sample; else None."""
     x = batch[0] if isinstance(batch, tuple | list) and batch else batch
     return x if isinstance(x, Tensor) and x.dim() > 1 else None
 
 
 def batch_size(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of its first tensor."""
-    values = (
-        batch.values()
-        if isinstance(batch, Mapping)
-        else batch
-        if isinstance(batch, tuple | list)
-        else [batch]
-    )
+    """Return the number of samples: the first dimension of a batch's first tensor."""
+    if isinstance(batch, Mapping):
+        values: Iterable[Any] = batch.values()
+    else:
+        values = batch if isinstance(batch, tuple | list) else [batch]
     first = next((v for v in values if isinstance(v, Tensor)), None)
     return 1 if first is None or first.dim() == 0 else len(first)
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; every module gets its own mode back."""
+    """Switch to eval mode without gradients; restore every module's own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -125,18 +132,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """Let compiled networks run as they were written: compiled code does not look for hooks that came after it."""
+    """Run compiled networks eagerly: compiled code ignores hooks placed after compilation."""
     if not any(
         "_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules()
     ):
-        yield  # importing the compiler takes seconds
+        yield  # without importing the compiler, which takes seconds
         return
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def length(batches: Iterable[Any]) -> int | None:
-    """How many batches there are, where that can be known beforehand."""
+    """Return the number of batches; None where it is not known beforehand."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:

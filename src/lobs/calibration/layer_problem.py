@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,25 +15,11 @@ from lobs.calibration.wide import asymmetric_wide_problem, wide_problem
 from lobs.layers import Layer
 from lobs.solvers import linalg, metric, scores
 from lobs.solvers.problem import Problem
+from lobs.solvers.scores import Histogram
 
 # Least λ of the asymmetric target, relative to the mean input energy. It holds the target to the
 # dense weights.
 _TETHER = 1e-3
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How many weights have a sensitivity within each step of log₁₀.
-
-    Args:
-        edges: the limits of the steps.
-        counts: the number of weights in each step.
-        zeros: the number of weights with sensitivity zero.
-    """
-
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
-    zeros: int
 
 
 def layer_problem(

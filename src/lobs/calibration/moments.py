@@ -1,11 +1,12 @@
-"""Streamed moments: what calibration remembers of a layer's inputs.
+"""Stream the second moments of a layer's inputs.
 
-Products are formed in the activation's own precision (float32 at least) over pieces of at most
-8,192 vectors and added up in
-float64: a float32 sum of millions of patches would lose the small eigenvalues that decide what may
-be deleted, while float64 products cost twice the time for digits the activations do not have.
-Layers of under 32 columns are multiplied in float64 all the same: there it costs nothing, and
-narrow float32 products are summed naively (4e-5 off, measured, against 5e-7).
+Products are formed in the activation's own precision, at least float32, over pieces of at most
+8,192 vectors. They are added up in float64. A float32 sum of millions of patches would lose the
+small eigenvalues that decide which weights can be deleted. Float64 products would cost twice the
+time for digits that the activations do not have.
+
+Layers of under 32 columns are multiplied in float64 nevertheless. It costs nothing there, and
+narrow float32 products are summed naively (measured error 4e-5 instead of 5e-7).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STRIP = 512  # rows of a moment that are worked on together
 
 
 class Moments:
-    """Running Σ y yᵀ, Σ y and n of one layer, per together."""
+    """Hold the running sums Σ y yᵀ, Σ y and n of one layer, per group."""
 
     def __init__(
         self,
@@ -41,15 +42,14 @@ class Moments:
         self.bias, self.count = bias, 0
         self.single_copy = memory.single_copy(groups, columns)
         kind = torch.float32 if self.single_copy else torch.float64
-        size = (
-            0 if counts_only else columns + bias
-        )  # with room for the constant-1 column, so that no copy need be made for it
+        # The constant-1 column has its place from the start, so that no copy is needed for it.
+        size = 0 if counts_only else columns + bias
         self._whole = torch.zeros(groups, size, size, dtype=kind, device=device)
         self._sum = torch.zeros(groups, columns, dtype=torch.float64, device=device)
 
     @classmethod
     def of(cls, layer: Layer, device: torch.device, *, counts_only: bool = False) -> Moments:
-        """Where a layer's inputs are to be summed."""
+        """Return empty moments for a layer's inputs."""
         return cls(
             layer.groups,
             layer.columns,
@@ -64,12 +64,13 @@ class Moments:
         return self._whole[:, :columns, :columns]
 
     def add(self, patches: Tensor) -> None:
-        """Count in vectors of shape (groups, n, columns)."""
+        """Add vectors of shape (groups, n, columns)."""
         precise = patches.dtype == torch.float64 or patches.shape[-1] < _NARROW
         y = patches.to(torch.float64 if precise else torch.float32)
         outer = self._outer
         if len(y) > 1 and y.shape[-1] < _SYMMETRIC_FROM:
-            outer += _product(y, y)  # a depthwise convolution has a thousand groups of nine columns
+            # One product for all groups: a depthwise convolution has a thousand of nine columns.
+            outer += _product(y, y)
         else:
             for g, vectors in enumerate(y):
                 _add_gram(outer[g], vectors)
@@ -77,22 +78,22 @@ class Moments:
         self.count += y.shape[1]
 
     def note(self, x: Tensor, vectors: int) -> None:
-        """Count vectors without making them, and notice whether all of the input is finite, be it in a window or between."""
+        """Count vectors without making them, and check that the whole input is finite."""
         total = x.sum()
-        if not bool(torch.isfinite(total)):  # too much for the input's own type, perhaps
+        if not bool(torch.isfinite(total)):  # the input's own type may have overflowed
             total = x.sum(dtype=torch.float64)
-        self._sum += 0.0 * total.to(self._sum)  # not a number any more, where that was infinite
+        self._sum += 0.0 * total.to(self._sum)  # NaN from here on if the total is infinite
         self.count += vectors
 
     def packed(self) -> dict[str, Tensor]:
-        """The sums as tensors; `unpacked` takes them up again to the bit."""
+        """Return the sums as tensors; `unpacked` restores them to the bit."""
         return {"whole": self._whole, "sum": self._sum, "count": torch.tensor(self.count)}
 
     @classmethod
     def unpacked(
         cls, parts: Mapping[str, Tensor], *, bias: bool, device: torch.device | None = None
     ) -> Moments:
-        """Sums that go on from where they were, in the very tensor that is given where it is on the device already."""
+        """Restore packed sums; a tensor that is on the device already is used without a copy."""
         groups, columns = parts["sum"].shape
         moments = cls(groups, columns, bias=bias, device=device, counts_only=True)
         moments._whole = parts["whole"].to(moments._whole)
@@ -101,26 +102,29 @@ class Moments:
         return moments
 
     def join(self) -> None:
-        """Add up what all processes of the group have counted."""
+        """Add up the sums of all processes of the group."""
         process_group().all_reduce(self._whole, self._sum)
         self.count = round(process_group().sum_numbers(self.count)[0])
 
     @property
     def finite(self) -> bool:
-        """False once a NaN or an infinity has come in."""
+        """Return whether no NaN or infinity has been added."""
         return bool(torch.isfinite(self._sum.sum() + self._outer.diagonal(dim1=-2, dim2=-1).sum()))
 
     @property
     def moment(self) -> Tensor:
-        """Ψ = (1/n) Σ y yᵀ as (groups, columns, columns), with the constant-1 column last where there is a bias."""
+        """Return Ψ = (1/n) Σ y yᵀ as (groups, columns, columns).
+
+        With a bias, the constant-1 column is last.
+        """
         return self._finished(self._whole.clone())
 
     def taken(self) -> Tensor:
-        """Ψ in the memory of the sums, which are lost: for matrices of which there is no second copy."""
+        """Return Ψ in the memory of the sums, which are lost: no second copy is made."""
         return self._finished(self.emptied())
 
     def emptied(self) -> Tensor:
-        """Give the sums of squares away and keep the rest."""
+        """Return the sums of squares and keep only the other sums."""
         whole, self._whole = self._whole, self._whole[:, :0, :0].clone()
         return whole
 
@@ -129,7 +133,7 @@ class Moments:
         columns = self._sum.shape[1]
         whole[:, :columns, columns:] = self.mean[:, :columns].unsqueeze(-1)
         whole[:, columns:, columns:] = 1
-        for start in range(0, whole.shape[-1], _STRIP):  # only the upper triangle was summed
+        for start in range(0, whole.shape[-1], _STRIP):  # mirror the upper triangle
             stop = start + _STRIP
             square = whole[:, start:stop, start:stop]
             square.copy_(torch.triu(square) + torch.triu(square, 1).mT)
@@ -138,13 +142,16 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        """Mean input, with the constant 1 last where there is a bias."""
+        """Return the mean input; with a bias, the constant 1 is last."""
         total = self._sum / max(self.count, 1)
         return torch.cat([total, torch.ones_like(total[:, :1])], dim=-1) if self.bias else total
 
 
 def _add_gram(total: Tensor, y: Tensor) -> None:
-    """Add YᵀY to the upper triangle of `total`; wide ones in block rows, which saves three products in eight."""
+    """Add YᵀY to the upper triangle of `total`.
+
+    Wide matrices are added in block rows, which saves three products in eight.
+    """
     d = y.shape[1]
     block = d if d < _SYMMETRIC_FROM else min(-(-d // 4), _STRIP)
     for left in range(0, d, block):
@@ -152,7 +159,10 @@ def _add_gram(total: Tensor, y: Tensor) -> None:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """AᵀB, where B begins with A's columns; in float64 where float32 cannot hold the squares, as with inputs of 1e±30."""
+    """Return AᵀB, where B begins with A's columns.
+
+    Float64 is used where float32 cannot hold the squares, as with inputs of 1e±30.
+    """
     product = a.mT @ b
     if a.dtype == torch.float64:
         return product
@@ -168,16 +178,16 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weighed(layer: Layer) -> bool:
-    """Are a layer's paired moments summed as W D? Their lines are then its rows, and there are two products."""
+    """Return whether a layer's paired moments are summed as W D, with one line per row."""
     return memory.single_copy(layer.groups, layer.columns) or 2 * layer.rows < layer.columns
 
 
 class PairedMoments:
-    """Moments of one layer's inputs in two networks: Ĥ = E[ŷŷᵀ] of the pruned one, and D = E[(y − ŷ)ŷᵀ], how they differ.
+    """Hold moments of one layer's inputs y in the dense and ŷ in the pruned network.
 
-    D is summed as a difference; E[yŷᵀ] − Ĥ would lose it to rounding where the streams are close.
-    All that anybody wants of it is W D, which is summed instead where that takes fewer products, or
-    where a second d×d matrix would be too much.
+    They are Ĥ = E[ŷŷᵀ] and D = E[(y − ŷ)ŷᵀ]. D is summed as a difference, because E[yŷᵀ] − Ĥ loses
+    it to rounding where y and ŷ are close. Only W D is ever needed. It is summed directly where
+    that takes fewer products, or where a second d×d matrix would take too much memory.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -190,45 +200,43 @@ class PairedMoments:
         )
 
     def add(self, layer: Layer, x: Tensor, x_hat: Tensor) -> None:
-        """Count in one call's input in the dense and in the pruned network."""
+        """Add the input of one call, in the dense and in the pruned network."""
         if x.shape != x_hat.shape:
             raise CalibrationError(
                 f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and "
-                f"{tuple(x_hat.shape)} "
-                f"in the pruned network. Use inputs='dense'."
+                f"{tuple(x_hat.shape)} in the pruned network. Use inputs='dense'."
             )
-        if torch.equal(x, x_hat):  # nothing before this layer has been pruned
+        if torch.equal(x, x_hat):  # no layer before this one has been pruned
             for piece in layer.patches(x_hat):
                 self.pruned.add(piece)
             return
         own = torch.promote_types(x.dtype, torch.float32)
         kind = torch.float64 if layer.columns < _NARROW else own
         weight = layer.unfolded(layer.weight.detach()).to(kind) if self._weighed else None
-        # Patches pick out of an input what they hold, so those of a difference are the differences
-        # of patches.
-        for apart, pruned in zip(
+        # Patches are selections of the input, so a difference has the differences as its patches.
+        for difference, pruned in zip(
             layer.patches(x.to(own) - x_hat.to(own)), layer.patches(x_hat), strict=True
         ):
             self.pruned.add(pruned)
-            away = apart.to(kind) if weight is None else apart.to(kind) @ weight.mT
-            product = away.mT @ pruned.to(kind)
+            moved = difference.to(kind)
+            lines = moved if weight is None else moved @ weight.mT
+            product = lines.mT @ pruned.to(kind)
             # Inputs of 1e±30 have products that float32 cannot hold.
             held = bool(torch.isfinite(product).all()) and bool(product.any())
-            self._outer += product if held else away.double().mT @ pruned.double()
-            self._sum += away.sum(dim=1, dtype=torch.float64)
+            self._outer += product if held else lines.double().mT @ pruned.double()
+            self._sum += lines.sum(dim=1, dtype=torch.float64)
 
     def join(self) -> None:
-        """Add up what all processes of the group have counted."""
+        """Add up the sums of all processes of the group."""
         self.pruned.join()
         process_group().all_reduce(self._outer, self._sum)
 
     def residual(self, weight: Tensor) -> Tensor:
-        """W D as (groups, rows, columns), with the constant-1 column last where there is a bias."""
+        """Return W D as (groups, rows, columns); with a bias, the constant-1 column is last."""
         n = max(self.pruned.count, 1)
         outer, total = self._outer.to(torch.float64) / n, self._sum / n
         if not self._weighed:
-            w = weight.to(torch.float64)[
-                ..., : outer.shape[1]
-            ]  # the constant 1 is the same in both networks
+            # The constant 1 is the same in both networks, so its column is left out.
+            w = weight.to(torch.float64)[..., : outer.shape[1]]
             outer, total = w @ outer, (w @ total.unsqueeze(-1)).squeeze(-1)
         return torch.cat([outer, total.unsqueeze(-1)], dim=-1) if self.pruned.bias else outer

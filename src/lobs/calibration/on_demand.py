@@ -1,4 +1,4 @@
-"""Moments when they are wanted: in passes over the data for as many layers at a time as fit into memory."""
+"""Compute moments on demand, for as many layers per pass over the data as fit into memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 
 from lobs._system import memory
 from lobs.calibration.collect import Calibration, collect_moments
-from lobs.storage.run_store import RunStore
-from lobs.layers import Layer
 from lobs.calibration.moments import Moments
+from lobs.layers import Layer
+from lobs.storage.run_store import RunStore
 
 
 @dataclass(frozen=True, eq=False)
 class Gathered(Calibration):
-    """A calibration whose moments are summed by `prepare`, or when one is first asked for.
+    """Hold a calibration whose moments are summed by `prepare`, or at the first access.
 
-    Without a limit of memory one pass serves all layers. With one, as many layers as fit take part
-    in a pass, and what it finds goes to files; a layer's moments are then read from there each
-    time, and are the reader's own.
+    Without a memory limit one pass serves all layers. With a limit, each pass serves as many layers
+    as fit, and the moments go to files. They are read anew at every access, so the caller may
+    overwrite them.
     """
 
     model: nn.Module | None = None
@@ -43,7 +43,10 @@ class Gathered(Calibration):
         return Moments.unpacked(parts, bias=layer.bias is not None, device=layer.weight.device)
 
     def prepare(self) -> None:
-        """Sum the moments of all layers that have none yet. All processes of a group must do this together."""
+        """Sum the moments of all layers that have none yet.
+
+        All processes of a group must call this together.
+        """
         assert self.model is not None
         missing = [self.layers[name] for name in self.moments if name not in self.found]
         shelf = memory.Shelf() if missing and memory.limit() is not None else None
@@ -58,7 +61,10 @@ class Gathered(Calibration):
 
 
 def _key(group: Sequence[Layer]) -> str:
-    """What the run store calls a pass: by all its layers, since a run that goes on may have room for others."""
+    """Return the key of a pass in the run store.
+
+    It covers all layers of the pass, because a resumed run may fit other layers into one.
+    """
     names = hashlib.sha256("\n".join(layer.name for layer in group).encode()).hexdigest()
     return f"moments {names[:16]}"
 
@@ -70,7 +76,15 @@ def gathered(
     run_store: RunStore,
     room: float | None,
 ) -> Gathered:
-    """Look at the data once, for what every run must know, and leave the moments for later; `room` is for those of a pass."""
+    """Count samples and vectors in one pass, and leave the moments for later.
+
+    Args:
+        model: the network.
+        batches: calibration batches that can be read again.
+        layers: the layers whose moments will be wanted.
+        run_store: where finished passes are kept.
+        room: bytes for the moments of one pass; None for no limit.
+    """
     seen = collect_moments(model, batches, layers, run_store=run_store, counts_only=True)
     known = {f.name: getattr(seen, f.name) for f in fields(Calibration)}
     return Gathered(
@@ -84,7 +98,7 @@ def gathered(
 
 
 def passes(layers: Sequence[Layer], room: float | None) -> list[list[Layer]]:
-    """Layers in groups whose moments fit together into `room` bytes, each at least one layer; all in one without a limit."""
+    """Group layers whose moments fit together into `room` bytes, at least one layer each."""
     groups: list[list[Layer]] = []
     taken = 0.0
     for layer in layers:
@@ -98,7 +112,7 @@ def passes(layers: Sequence[Layer], room: float | None) -> list[list[Layer]]:
 
 
 def moment_bytes(layer: Layer) -> int:
-    """What the moments of a layer's inputs take while they are summed."""
+    """Return the bytes that the moments of a layer's inputs take while they are summed."""
     return (
         layer.groups
         * (layer.columns + 1) ** 2

@@ -1,9 +1,9 @@
-"""How strongly does each output unit of a layer move the network's outputs?
+"""Estimate how strongly each output unit of a layer moves the network's outputs.
 
-The answer is the mean squared Jacobian, g_i = mean_x Σ_c (∂out_c/∂z_i)², summed over a unit's
-positions. A vector–Jacobian product with a random ±1 probe v has (vᵀJ_i)² as an unbiased estimate
-of Σ_c J_ci², so one probe a sample and the mean over samples give g for every unit of every layer
-at once, at the cost of one forward and one backward pass whatever the number of outputs.
+The measure is the mean squared Jacobian, g_i = mean_x Σ_c (∂out_c/∂z_i)², summed over a unit's
+positions. With a random ±1 probe v, (vᵀJ_i)² is an unbiased estimate of Σ_c J_ci². One probe per
+sample and the mean over samples give g for every unit of every layer at once. The cost is one
+forward and one backward pass, whatever the number of outputs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibration.batches import told
 from lobs._system.distributed import process_group
+from lobs._system.progress import track
+from lobs.calibration.batches import user_code
+from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
-from lobs._system.progress import track
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
 
 
 def output_influence(
@@ -32,10 +32,15 @@ def output_influence(
     seed: int = 0,
     skipped: Sequence[int] = (),
 ) -> dict[str, Tensor]:
-    """Mean squared Jacobian of the network's outputs by output unit: (groups, rows) for every layer, in float64.
+    """Return the mean squared Jacobian by output unit: (groups, rows) per layer, in float64.
 
-    Where several processes share the data, `skipped` says how many signs the others draw before
-    each batch, so that every batch has the signs that it would have in one process.
+    Args:
+        model: any network that returns a floating-point tensor.
+        batches: calibration batches.
+        layers: the layers whose units are wanted.
+        seed: seed of the probes.
+        skipped: signs that other processes draw before each batch. Every batch then has the same
+            signs as in one process.
     """
     total = {
         layer.name: torch.zeros(layer.groups, layer.rows, dtype=torch.float64) for layer in layers
@@ -55,17 +60,16 @@ def output_influence(
             if out is None:
                 raise CalibrationError(
                     "a network-wide budget needs a network that returns a floating-point tensor, "
-                    f"not {type(answer).__name__}. "
-                    f"Wrap it, or use scope='layer'."
+                    f"not {type(answer).__name__}. Wrap it, or use scope='layer'."
                 )
             samples += batch_size(batch)
             advance(1)
             if index < len(skipped):
                 torch.randint(0, 2, (skipped[index],), generator=generator)
-            if not out.requires_grad:  # no layer has a say in it
+            if not out.requires_grad:  # no layer influences the output
                 continue
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
-            with told(
+            with user_code(
                 "going back through the network, as a budget for all of it needs (scope='layer' "
                 "does not),"
             ):
@@ -82,7 +86,10 @@ def output_influence(
 
 @contextmanager
 def _probed(layers: Sequence[Layer]) -> Iterator[list[tuple[Layer, Tensor]]]:
-    """Add a zero to every layer's output and keep it: its gradient is the output's, whether or not weights are frozen."""
+    """Add a zero to every layer's output and return the zeros.
+
+    The gradient of a zero is the gradient of the output, also where weights are frozen.
+    """
     probes: list[tuple[Layer, Tensor]] = []
 
     def probe(layer: Layer, z: Tensor) -> Tensor:

@@ -1,55 +1,64 @@
-"""Two streams of activations, the dense network's and the pruned one's, side by side from layer to layer.
+"""Collect the inputs of every layer in the dense and in the pruned network, side by side.
 
-To prune a layer on what the pruned layers before it give, one must run the network up to that layer
-again and again, or keep what was reached. Where `torch.fx` can trace the network, its steps are run
-one at a time for all batches, in both networks, and only values that a later step still needs are
-kept: two forward passes in all, and memory for the activations between two layers (past
-`_IN_MEMORY` bytes, or a quarter of what a limit of memory leaves, they go to temporary files).
-Where it cannot, or where a layer runs more than once, every layer costs a pass of both networks,
-stopped as soon as the layer is reached.
+To prune a layer on the outputs of the pruned layers before it, one must run the network up to that
+layer again, or keep the activations reached so far. Where the network can be traced, its steps run
+one at a time for all batches in both networks. Only values that a later step needs are kept. That
+costs two forward passes in all, and memory for the activations between two layers. Past
+`_IN_MEMORY` bytes, or a quarter of the memory that a limit leaves, they go to temporary files.
+
+Where the network cannot be traced, or a layer runs more than once, every layer costs one pass of
+both networks. The pass stops as soon as the layer is reached.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from lobs._system import memory
-from lobs.calibration.batches import told
 from lobs._system.distributed import process_group
-from lobs.errors import CalibrationError
-from lobs.layers import Layer, watching
-from lobs.layers.hooks import untouched
 from lobs._system.progress import track
+from lobs.calibration.batches import user_code
 from lobs.calibration.forward import call, evaluating
 from lobs.calibration.moments import PairedMoments
+from lobs.errors import CalibrationError
+from lobs.layers import Layer, watching
+from lobs.layers.graph import TraceError, argument_names, arguments, device_of, trace
 
 _IN_MEMORY = 4 * 2**30
 _WORTH_A_FILE = 2**16
+
+LayerPair = tuple[Layer, Layer]
 
 
 def walk(
     dense: nn.Module,
     pruned: nn.Module,
     batches: Iterable[Any],
-    layers: Sequence[tuple[Layer, Layer]],
+    layers: Sequence[LayerPair],
     known: Collection[str] = (),
 ) -> Iterator[tuple[Layer, PairedMoments | None]]:
-    """Yield the pruned network's layers in the order they run, each with the moments of its inputs in both networks.
+    """Yield the pruned network's layers in running order, with their input moments.
 
-    `layers` are pairs of the same layer in the dense and the pruned network, in the order they run.
-    The caller writes each layer before asking for the next, so later ones see what it gives. Of
-    `known` layers the answer is there already: they come without moments.
+    The caller writes each layer before it asks for the next, so later layers see its new outputs.
+
+    Args:
+        dense: the network before pruning.
+        pruned: the copy whose layers the caller writes.
+        batches: an iterable that can be read more than once.
+        layers: pairs of one layer in the dense and the pruned network, in running order.
+        known: names of layers whose solution exists already; they come without moments.
     """
     with evaluating(dense), evaluating(pruned):
+        names = _argument_names(dense, batches)
         with process_group().raise_together():
-            parts = _traced(dense, pruned, batches, layers) or [
+            parts = _traced(dense, pruned, batches, layers, names) or [
                 _Rerun(dense, pruned, batches, layers)
             ]
         for part in parts:
@@ -58,11 +67,10 @@ def walk(
 
 
 def _within(part: _Part, known: Collection[str]) -> Iterator[tuple[Layer, PairedMoments | None]]:
-    """Go through the layers of one part, those that are given the same input at once."""
+    """Go through the layers of one part; layers with the same input share a run."""
     groups = _sharing_inputs(part)
-    if (
-        memory.limit() is not None
-    ):  # one run for each costs time, moments of several at once cost memory
+    if memory.limit() is not None:
+        # One run per layer costs time; the moments of several layers at once cost memory.
         groups = [[pair] for group in groups for pair in group]
     for together in groups:
         wanted = [pair for pair in together if pair[0].name not in known]
@@ -79,14 +87,13 @@ def _within(part: _Part, known: Collection[str]) -> Iterator[tuple[Layer, Paired
             yield after, moments.get(before.name)
 
 
-def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
-    """Layers in groups that one run can serve: neighbours that are given the very same tensor."""
+def _sharing_inputs(part: _Part) -> list[list[LayerPair]]:
+    """Group the layers that one run can serve: neighbours whose input is the same tensor object."""
     seen: dict[str, list[Tensor]] = {}
 
     def note(name: str, x: Tensor) -> None:
-        seen.setdefault(name, []).append(
-            x
-        )  # the tensors themselves: numbers of those that are gone would come again
+        # The tensors themselves are kept: the id of a freed tensor may be used again.
+        seen.setdefault(name, []).append(x)
 
     with (
         process_group().raise_together(),
@@ -99,10 +106,9 @@ def _sharing_inputs(part: _Part) -> list[list[tuple[Layer, Layer]]]:
     for name in seen:
         same = groups and _identical(seen[groups[-1][-1]], seen[name])
         groups[-1].append(name) if same else groups.append([name])
-    # A process without data has seen nothing; all must go through the layers in one order.
-    groups, part.calls = next(
-        (words for words in process_group().all_gather([groups, part.calls]) if words[0]), ([], {})
-    )
+    # A process without data has seen no layer, yet all processes must take them in one order.
+    gathered = process_group().all_gather([groups, part.calls])
+    groups, part.calls = next((found for found in gathered if found[0]), ([], {}))
     return [[pairs[name] for name in group] for group in groups]
 
 
@@ -110,45 +116,45 @@ def _identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
-class _Enough(BaseException):  # it is no error, and nobody's `except Exception` may keep it
-    """Everything wanted of this run has been seen."""
+class _StopRun(BaseException):  # not an Exception: user code that catches those must not keep it
+    """End a run early, because all wanted inputs have been seen."""
 
 
 def _inputs(
     layers: Sequence[Layer], calls: Mapping[str, int], run: Callable[[], Any]
 ) -> dict[str, list[Tensor]]:
-    """What reaches each layer in one run, which is stopped once all have been called as often as they will be."""
+    """Return the inputs of each layer in one run; the run stops after the last expected call."""
     found: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
     def note(name: str) -> Callable[[Tensor], None]:
         def callback(x: Tensor) -> None:
             found[name].append(x.detach())
             if all(len(found[n]) >= calls.get(n, 1) for n in found):
-                raise _Enough
+                raise _StopRun
 
         return callback
 
-    with watching(layer.on_input(note(layer.name)) for layer in layers), suppress(_Enough):
+    with watching(layer.on_input(note(layer.name)) for layer in layers), suppress(_StopRun):
         run()
     return found
 
 
 class _Part(ABC):
-    """A stretch of the network that holds some of the layers, and how to run it in either network."""
+    """Run a stretch of the network, which holds one or more layers, in either network."""
 
-    def __init__(self, layers: Sequence[tuple[Layer, Layer]]) -> None:
+    def __init__(self, layers: Sequence[LayerPair]) -> None:
         self.layers = layers
-        self.calls: dict[str, int] = {}  # how often each runs in one pass, where it is not once
+        self.calls: dict[str, int] = {}  # calls of each layer in one pass, where not one
 
     @abstractmethod
     def both(self) -> Iterator[tuple[Callable[[], Any], Callable[[], Any]]]:
-        """For every batch, how to run this part in the dense and in the pruned network."""
+        """Yield for every batch a function that runs the dense part and one for the pruned."""
 
-    def advance(self) -> None:  # noqa: B027 - nothing to leave behind is a way to advance too
+    def advance(self) -> None:  # noqa: B027 - a part that keeps no state has nothing to do
         """Leave this part behind, now that its layers are pruned."""
 
     def run_dense_once(self) -> None:
-        """One batch through the dense network."""
+        """Run one batch through the dense network."""
         for dense, _ in self.both():
             dense()
             return
@@ -156,35 +162,34 @@ class _Part(ABC):
             raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
 
     def runs(
-        self, together: Sequence[tuple[Layer, Layer]], moments: Mapping[str, PairedMoments]
+        self, together: Sequence[LayerPair], moments: Mapping[str, PairedMoments]
     ) -> Iterator[None]:
-        """Add every batch's inputs of some layers to their moments."""
+        """Add the inputs of these layers to their moments, batch by batch."""
         for dense, pruned in self.both():
-            wanted = _inputs([a for a, _ in together], self.calls, dense)
-            given = _inputs([b for _, b in together], self.calls, pruned)
+            dense_inputs = _inputs([a for a, _ in together], self.calls, dense)
+            pruned_inputs = _inputs([b for _, b in together], self.calls, pruned)
             for before, after in together:
-                times, now = len(wanted[before.name]), len(given[after.name])
-                if times != now:
+                xs, xs_hat = dense_inputs[before.name], pruned_inputs[after.name]
+                if len(xs) != len(xs_hat):
                     raise CalibrationError(
-                        f"layer '{before.name}' runs {times} times on a batch in the dense network "
-                        f"and {now} times once layers "
-                        "before it are pruned, so their inputs cannot be compared. Use "
-                        "inputs='dense'."
+                        f"layer '{before.name}' runs {len(xs)} times on a batch in the dense "
+                        f"network and {len(xs_hat)} times once layers before it are pruned, so "
+                        "their inputs cannot be compared. Use inputs='dense'."
                     )
-                for x, x_hat in zip(wanted[before.name], given[after.name], strict=True):
+                for x, x_hat in zip(xs, xs_hat, strict=True):
                     moments[before.name].add(before, x, x_hat)
             yield
 
 
 class _Rerun(_Part):
-    """The whole network, run from its start for every layer."""
+    """Run the whole network from its start for every layer."""
 
     def __init__(
         self,
         dense: nn.Module,
         pruned: nn.Module,
         batches: Iterable[Any],
-        layers: Sequence[tuple[Layer, Layer]],
+        layers: Sequence[LayerPair],
     ) -> None:
         super().__init__(layers)
         self.models, self.batches = (dense, pruned), batches
@@ -197,14 +202,14 @@ class _Rerun(_Part):
 
 
 class _Steps:
-    """A traced network pair with the values that every batch has reached, freed after their last use."""
+    """Run a traced network pair step by step; free each value after its last use."""
 
     def __init__(
         self, dense: nn.Module, pruned: nn.Module, graph: fx.Graph, batches: Iterable[Any]
     ) -> None:
-        self.nodes = list(graph.nodes)
+        self.graph, self.nodes = graph, list(graph.nodes)
         self.sides = [fx.Interpreter(fx.GraphModule(m, graph)) for m in (dense, pruned)]
-        self.device = next((p.device for p in dense.parameters()), torch.device("cpu"))
+        self.device = device_of(dense)
         self.last_use = {
             source: i for i, node in enumerate(self.nodes) for source in node.all_input_nodes
         }
@@ -215,20 +220,8 @@ class _Steps:
         self.done = 0
 
     def _start(self, batch: Any) -> list[dict[fx.Node, Any]]:
-        holders = [n for n in self.nodes if n.op == "placeholder"]
-        if isinstance(batch, tuple | list):
-            batch = batch[0]
-        given = batch if isinstance(batch, Mapping) else {holders[0].target: batch}
-        sides: list[dict[fx.Node, Any]] = []
-        for _ in self.sides:
-            # A copy for each side: a first step that works in place must not reach the other.
-            values = {n: given.get(n.target, n.args[0] if n.args else None) for n in holders}
-            sides.append(
-                {
-                    n: v.to(self.device, copy=True) if isinstance(v, Tensor) else v
-                    for n, v in values.items()
-                }
-            )
+        # One copy per side: a first step that works in place must not change the other side.
+        sides = [arguments(self.graph, batch, self.device) for _ in self.sides]
         if self.held + sum(map(_held, sides)) > self.allowed:
             sides = [{n: _spilled(v, self.shelf) for n, v in values.items()} for values in sides]
         self.held += sum(map(_held, sides))
@@ -241,15 +234,15 @@ class _Steps:
             n: v._version for n, v in given.items() if isinstance(v, Tensor) and v is not values[n]
         }
         self.sides[side].env = given
-        with told(f"running step '{node.name}' of the network"):
+        with user_code(f"running step '{node.name}' of the network"):
             out = self.sides[side].run_node(node)
-        # What a step writes into its input, later steps must see there.
+        # A step may write into its input, and later steps must see that.
         changed = {n: given[n] for n, version in before.items() if given[n]._version != version}
         values.update({n: _spilled(v, memory.Shelf()) for n, v in changed.items()})
         return out
 
     def advance(self, stop: int) -> None:
-        """Run all steps before number `stop` for all batches on both sides."""
+        """Run all steps before number `stop`, for all batches on both sides."""
         ahead = range(self.done, stop)
         steps = [
             (i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")
@@ -270,9 +263,9 @@ class _Steps:
 
 
 class _Step(_Part):
-    """One traced step that holds layers."""
+    """Run one traced step that holds layers."""
 
-    def __init__(self, steps: _Steps, number: int, layers: Sequence[tuple[Layer, Layer]]) -> None:
+    def __init__(self, steps: _Steps, number: int, layers: Sequence[LayerPair]) -> None:
         super().__init__(layers)
         self.steps, self.number = steps, number
 
@@ -287,45 +280,59 @@ class _Step(_Part):
             )
 
 
+_FIRST_ONLY: tuple[frozenset[str] | None, ...] = (None,)
+
+
+def _argument_names(model: nn.Module, batches: Iterable[Any]) -> tuple[frozenset[str] | None, ...]:
+    """Return the different sets of arguments that the batches of all processes give.
+
+    A network with one parameter leaves no choice, so its batches are not read here.
+    """
+    if len(inspect.signature(model.forward).parameters) <= 1:
+        return _FIRST_ONLY
+    with process_group().raise_together():
+        own = {argument_names(batch) for batch in batches}
+    listed = [None if names is None else sorted(names) for names in own]
+    found = [names for some in process_group().all_gather(listed) for names in some]
+    return tuple({None if names is None else frozenset(names) for names in found})
+
+
 def _traced(
     dense: nn.Module,
     pruned: nn.Module,
     batches: Iterable[Any],
-    layers: Sequence[tuple[Layer, Layer]],
+    layers: Sequence[LayerPair],
+    names: tuple[frozenset[str] | None, ...],
 ) -> list[_Part] | None:
-    """The network as traced steps that hold layers; None where it cannot be traced or a layer runs more than once."""
-    if any(before.tied or before.root for before, _ in layers):
+    """Return the traced steps that hold layers.
+
+    None where the network cannot be traced, where a layer runs more than once, or where batches
+    differ in the arguments that they give.
+    """
+    if len(names) != 1 or any(before.tied or before.root for before, _ in layers):
         return None
-    graph = _graph(dense)
-    if graph is None:
+    try:
+        traced = trace(dense, names=names[0])
+    except TraceError:
         return None
-    holding: dict[int, list[tuple[Layer, Layer]]] = {}
-    for number, node in enumerate(graph.nodes):
+    if traced.assigns_state:  # the pruned copy lacks the attributes that tracing added
+        return None
+    holding: dict[int, list[LayerPair]] = {}
+    for number, node in enumerate(traced.graph.nodes):
         if node.op == "call_module":
             inside = set(map(id, dense.get_submodule(str(node.target)).modules()))
             found = [pair for pair in layers if id(pair[0].module) in inside]
             if found:
                 holding[number] = found
-    names = [before.name for found in holding.values() for before, _ in found]
-    if sorted(names) != sorted(before.name for before, _ in layers):
+    running = [before.name for found in holding.values() for before, _ in found]
+    if sorted(running) != sorted(before.name for before, _ in layers):
         return None
-    steps = _Steps(dense, pruned, graph, batches)
+    steps = _Steps(dense, pruned, traced.graph, batches)
     return [_Step(steps, number, found) for number, found in holding.items()]
 
 
-def _graph(model: nn.Module) -> fx.Graph | None:
-    """A network's steps; None where it cannot be traced, or not without leaving something on it, which its copy lacks."""
-    graph = None
-    with (
-        untouched(model) as changed,
-        suppress(Exception),
-    ):  # whatever the user's forward makes of proxies
-        graph = fx.symbolic_trace(model).graph
-    return None if changed else graph
-
-
 def _spilled(value: Any, shelf: memory.Shelf) -> Any:
-    """A tensor in a file; what is small, or no tensor, stays."""
+    """Move a large CPU tensor to a file; return anything else as it is."""
     worth = (
         isinstance(value, Tensor) and value.device.type == "cpu" and _bytes(value) >= _WORTH_A_FILE
     )
@@ -337,7 +344,7 @@ def _loaded(value: Any) -> Any:
 
 
 def _held(values: Mapping[fx.Node, Any]) -> int:
-    """Bytes of those values that are in memory."""
+    """Return the bytes of those values that are in memory."""
     return sum(map(_bytes, values.values()))
 
 

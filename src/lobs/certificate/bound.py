@@ -1,14 +1,14 @@
-"""How far can the network's output have moved? The paper's theorem, with its constants corrected, for chains of layers.
+"""Bound how far pruning can have moved the output of a chain of layers.
 
-Let ε̃ be the root mean square distance between dense and pruned activations over the calibration
-samples. Through one layer
+This is the paper's theorem with corrected constants. Let ε̃ be the root mean square distance between
+dense and pruned activations over the calibration samples. Through one layer
 
-    ε̃_k ≤ gain_k · ε̃_{k−1} + √E_k,
+    ε̃_k ≤ gain_k · ε̃_{k−1} + √E_k.
 
-then an activation multiplies by its Lipschitz constant (1 for ReLU). With E_k measured on the dense
-network's inputs the gain is that of the pruned weights Ŵ; with E_k measured on the pruned network's
-inputs, that of the dense W. Frobenius norms (the paper's) and spectral norms are both valid; the
-latter are never larger.
+An activation multiplies by its Lipschitz constant, which is 1 for ReLU. Where E_k was measured on
+the dense network's inputs, the gain is that of the pruned weights Ŵ. Where it was measured on the
+pruned network's inputs, the gain is that of the dense W. Frobenius norms (the paper's) and spectral
+norms are both valid. Spectral norms are never larger.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Link:
-    """One step of a chain: what it does to an incoming deviation, and what it adds.
+    """Describe one step of a chain.
 
-    `error` is √E of a pruned layer in root mean square over network samples; 0 for everything else.
+    Attributes:
+        name: the step's name.
+        gain: largest factor on an incoming deviation, in spectral norm.
+        frobenius_gain: the same in Frobenius norm.
+        error: √E of a pruned layer, in root mean square over network samples; else 0.
     """
 
     name: str
@@ -32,12 +36,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Certificate:
-    """An upper bound on the root mean square change of the network's output over the calibration samples.
+    """Bound the root mean square change of the output over the calibration samples.
 
-    `bound` is None where the theorem has not been proved for the network; `reason` then says why.
-    `measured` is the change itself on those samples, None where they could not be run a second
-    time; `held_out` is the change on other inputs, of which the theorem says nothing.
-    `contributions` are the terms of the spectral bound by layer.
+    Attributes:
+        bound: the bound with spectral norms; None where the theorem does not cover the network.
+        frobenius_bound: the bound with Frobenius norms, as in the paper.
+        measured: the change itself on these samples; None where they could not be run again.
+        contributions: terms of the spectral bound by layer.
+        reason: why there is no bound.
+        held_out: the change on other inputs, which the theorem does not bound.
     """
 
     bound: float | None
@@ -52,7 +59,8 @@ class Certificate:
         measured += "" if self.held_out is None else f", on held-out inputs {self.held_out:.4g}"
         if self.bound is None:
             return f"no bound ({self.reason}); {measured}"
-        return f"output moved by at most {self.bound:.4g} (Frobenius {self.frobenius_bound:.4g}); {measured}"
+        limit = f"{self.bound:.4g} (Frobenius {self.frobenius_bound:.4g})"
+        return f"output moved by at most {limit}; {measured}"
 
 
 def compose(links: Sequence[Link]) -> Certificate:
@@ -72,5 +80,5 @@ def compose(links: Sequence[Link]) -> Certificate:
 
 
 def refuse(reason: str) -> Certificate:
-    """A certificate that gives no number, and why."""
+    """Return a certificate without a bound, and the reason."""
     return Certificate(None, None, reason=reason)

@@ -21,6 +21,7 @@ from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
+from lobs.layers.hooks import before_forward
 from lobs.solvers.patterns.nbym import broken_groups
 from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
@@ -210,7 +211,7 @@ def _counting(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Counter[str
     def count(name: str, *_: Any) -> None:
         calls[name] += 1
 
-    handles: list[Any] = [model.register_forward_pre_hook(partial(count, ""))]
+    handles: list[Any] = [before_forward(model, partial(count, ""))]
     try:
         for layer in layers:
             handles.append(layer.on_input(partial(count, layer.name)))

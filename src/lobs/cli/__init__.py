@@ -1,4 +1,4 @@
-"""The `lobs` command. One file per subcommand; each imports torch only when it runs, so that `--help` answers at once."""
+"""The `lobs` command. One file per subcommand; each imports torch only when it runs."""
 
 from __future__ import annotations
 
@@ -12,82 +12,96 @@ import typer
 from lobs import __version__
 from lobs.cli import (
     bench,
-    common,
     data,
     demo,
     eval_,
     export_,
     inspect_,
+    output,
     prune,
     report_,
-    reproduce,
     retrain,
     shrink,
+    stages,
     sweep,
     train,
     verify,
 )
+from lobs.cli.help_page import HelpfulCommand, HelpfulGroup
 from lobs.errors import LobsError
+
+_EPILOG = """
+Start with lobs demo. Every command has --help with an example, and --json for programs. Tab
+completion for your shell: lobs --install-completion, once, then open a new shell.
+"""
 
 app = typer.Typer(
     name="lobs",
-    help="Make trained neural networks small without spoiling them.",
+    cls=HelpfulGroup,
+    help="Make trained neural networks small and keep their outputs.",
     no_args_is_help=True,
-    rich_markup_mode="markdown",
-    add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Start with `lobs demo`. Every command has `--help` with an example, and `--json` for machines.",
+    epilog=_EPILOG,
 )
-app.command()(demo.demo)
-app.command()(train.train)
-app.command(name="eval")(eval_.evaluate)
-app.command(name="inspect")(inspect_.inspect)
-app.command()(prune.prune)
-app.command()(shrink.shrink)
-app.command()(retrain.retrain)
-app.command()(retrain.prune_in_stages)
-app.command()(sweep.sweep)
-app.command()(verify.verify)
-app.command(name="report")(report_.report)
-app.command()(export_.export)
-app.command()(bench.bench)
-app.command()(data.data)
-app.command()(reproduce.reproduce)
+
+_PRUNING, _CHECKING, _TRAINING, _DEPLOYING = "Pruning", "Checking", "Training", "Deploying"
+_COMMANDS: tuple[tuple[str, str, Any], ...] = (
+    ("demo", _PRUNING, demo.demo),
+    ("prune", _PRUNING, prune.prune),
+    ("sweep", _PRUNING, sweep.sweep),
+    ("inspect", _CHECKING, inspect_.inspect),
+    ("eval", _CHECKING, eval_.evaluate),
+    ("verify", _CHECKING, verify.verify),
+    ("report", _CHECKING, report_.report),
+    ("retrain", _TRAINING, retrain.retrain),
+    ("stages", _TRAINING, stages.stages),
+    ("train", _TRAINING, train.train),
+    ("data", _TRAINING, data.data),
+    ("shrink", _DEPLOYING, shrink.shrink),
+    ("export", _DEPLOYING, export_.export),
+    ("bench", _DEPLOYING, bench.bench),
+)
+for _name, _panel, _function in _COMMANDS:
+    app.command(name=_name, cls=HelpfulCommand, rich_help_panel=_panel)(
+        output.with_notes(_function)
+    )
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _program(
     version: bool = typer.Option(
         False, "--version", is_eager=True, help="Print the version and exit."
     ),
     data_folder: Annotated[
         Path | None,
-        typer.Option("--data", help="Folder of data sets and weights; LOBS_DATA by default."),
+        typer.Option(
+            "--data", help="Folder of data sets and weights; else LOBS_DATA.", metavar="FOLDER"
+        ),
     ] = None,
 ) -> None:
     if data_folder is not None:
         os.environ["LOBS_DATA"] = str(data_folder)
     if version:
-        common.say(f"lobs {__version__}")
+        output.say(f"lobs {__version__}")
         raise typer.Exit
 
 
-# What typer raises for a command line that is wrong: click's class, of which typer exports a child
-# only, and which newer typers keep inside themselves.
+# The base class of typer's usage errors. Typer exports only its children.
 UsageError: Any = typer.BadParameter.__base__
 
 
 def main() -> None:
-    """Run the command; any error is one line and exit code 1, or 2 if it was typed wrong; LOBS_DEBUG=1 shows the traceback."""
-    if "--json" in sys.argv:  # whatever the user's own code prints must not mix with the document
-        common.output, sys.stdout = sys.stdout, sys.stderr
-    if (
-        os.environ.get("WORLD_SIZE", "1") != "1"
-    ):  # what torch prints of a lost connection would bury our line
+    """Run the command. An error is one line; exit code 1, or 2 for a mistyped command.
+
+    LOBS_DEBUG=1 shows the traceback.
+    """
+    if "--json" in sys.argv:  # what the user's code prints must not mix with the document
+        output.output, sys.stdout = sys.stdout, sys.stderr
+    if os.environ.get("WORLD_SIZE", "1") != "1":  # torch's own lines would bury ours
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         code = app(standalone_mode=False)  # else typer would draw boxes around its errors
-        if code == 130:  # typer's word for Ctrl-C
+        if code == 130:  # typer returns this for Ctrl-C
             raise KeyboardInterrupt
         sys.exit(code)
     except (KeyboardInterrupt, typer.Abort):
@@ -95,7 +109,7 @@ def main() -> None:
         sys.exit(130)
     except UsageError as error:
         if len(sys.argv) == 1:
-            error.show()  # nothing was asked for: it is the help
+            error.show()  # no words at all: this prints the help
         else:
             _fail(_usage(error))
         sys.exit(2)
@@ -103,17 +117,14 @@ def main() -> None:
         if os.environ.get("LOBS_DEBUG"):
             raise
         ours = isinstance(error, LobsError)
-        text = (
-            str(error)
-            if ours
-            else f"{type(error).__name__}: {' '.join(str(error).split())} (LOBS_DEBUG=1 shows where)"
-        )
+        plain = " ".join(str(error).split())
+        text = str(error) if ours else f"{type(error).__name__}: {plain} (LOBS_DEBUG=1 shows where)"
         _fail(text)
         sys.exit(1)
 
 
 def _usage(error: Any) -> str:
-    """What typer says of a command line, in a line of our kind."""
+    """Return typer's complaint about a command line as one line."""
     text = " ".join(error.format_message().split())
     end = "" if text.endswith((".", "?")) else "."
     command = "lobs" if error.ctx is None else error.ctx.command_path
@@ -122,5 +133,5 @@ def _usage(error: Any) -> str:
 
 def _fail(text: str) -> None:
     sys.stderr.write(f"error: {text}\n")
-    if common.output is not None:
-        common.print_json({"error": text})
+    if output.output is not None:
+        output.print_json({"error": text})

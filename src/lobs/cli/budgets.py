@@ -1,108 +1,235 @@
-"""Options for budgets of the whole network, and the target they spell."""
+"""Options that say how much to keep, and the target they describe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lobs.cli.common import parse_fractions
+from lobs.cli.options import TARGET
+from lobs.cli.values import complement, parse_drop, parse_fractions, require_one
 from lobs.errors import LobsError, TargetError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from lobs.cli.subject import Subject
     from lobs.targets import Target
 
+KeepOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights to keep: 10%, 0.1, or 'fc1=5%,conv*=20%' by layer.",
+        metavar="FRACTION",
+        rich_help_panel=TARGET,
+    ),
+]
+DropOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Keep the fewest weights whose score falls by no more than this: 0.5%.",
+        metavar="LOSS",
+        rich_help_panel=TARGET,
+    ),
+]
 ParametersOption = Annotated[
-    int | None, typer.Option(min=0, help="Weights to keep in all layers together.")
+    int | None,
+    typer.Option(min=0, help="Number of weights to keep.", metavar="N", rich_help_panel=TARGET),
 ]
 FlopsOption = Annotated[
-    float | None, typer.Option(min=0, help="Operations one input may cost in the pruned layers.")
+    float | None,
+    typer.Option(
+        min=0,
+        help="Operations that one input may cost in the pruned layers.",
+        metavar="N",
+        rich_help_panel=TARGET,
+    ),
 ]
 BytesOption = Annotated[
     int | None,
     typer.Option(
-        "--bytes", min=0, help="Size of the network: kept weights, a bit mask, all else dense."
-    ),
-]
-MaxDropOption = Annotated[
-    float | None,
-    typer.Option(
+        "--bytes",
         min=0,
-        help="The fewest weights with which the metric, an error, rises by no more than this.",
+        help="Bytes of the network: kept weights, a bit mask, the rest dense.",
+        metavar="N",
+        rich_help_panel=TARGET,
     ),
 ]
-LargerOption = Annotated[
+SparsityOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights to remove, in the forms of --keep.",
+        metavar="FRACTION",
+        rich_help_panel=TARGET,
+    ),
+]
+EpsilonOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Largest error √E of each layer; one number or by layer.",
+        metavar="ERROR",
+        rich_help_panel=TARGET,
+    ),
+]
+RelativeOption = Annotated[
     bool,
     typer.Option(
-        "--larger-is-better", help="--max-drop: the metric is a score; it may fall by that."
+        "--relative",
+        help="--epsilon is relative to the norm of the layer's output.",
+        rich_help_panel=TARGET,
+    ),
+]
+ScopeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="network: share one number among the layers (default). layer: the same for each.",
+        metavar="KIND",
+        rich_help_panel=TARGET,
     ),
 ]
 AtLeastOption = Annotated[
-    str | None, typer.Option(help="Least kept fraction of layers in a budget: fc3=50%,conv*=0.1.")
+    str | None,
+    typer.Option(
+        help="Smallest kept fraction of layers: 'fc3=50%,conv*=0.1'.",
+        metavar="LAYERS",
+        rich_help_panel=TARGET,
+    ),
 ]
 AtMostOption = Annotated[
-    str | None, typer.Option(help="Largest kept fraction of layers in a budget, in the same form.")
+    str | None,
+    typer.Option(
+        help="Largest kept fraction of layers, in the same form.",
+        metavar="LAYERS",
+        rich_help_panel=TARGET,
+    ),
 ]
 
 
-def limits(at_least: str | None, at_most: str | None) -> dict[str, dict[str, float]]:
-    """What `Sparsity` and `Budget` call floors and ceilings, from the options."""
-    found = {}
-    for key, option, text in (
-        ("keep_at_least", "--at-least", at_least),
-        ("keep_at_most", "--at-most", at_most),
-    ):
-        if text is not None:
-            read = parse_fractions(text, option)
-            if not isinstance(read, dict):
+@dataclass(frozen=True)
+class Amount:
+    """How much to keep, as typed."""
+
+    keep: str | None = None
+    drop: str | None = None
+    parameters: int | None = None
+    flops: float | None = None
+    size: int | None = None
+    sparsity: str | None = None
+    epsilon: str | None = None
+    relative: bool = False
+    scope: str | None = None
+    at_least: str | None = None
+    at_most: str | None = None
+    rounds: int | None = None
+
+    def check(self, pattern: str | None) -> None:
+        """Refuse options that contradict each other."""
+        require_one(
+            keep=self.keep, drop=self.drop, parameters=self.parameters, flops=self.flops,
+            bytes=self.size, sparsity=self.sparsity, epsilon=self.epsilon, pattern=pattern,
+        )  # fmt: skip
+        if self.relative and self.epsilon is None:
+            raise LobsError("--relative goes with --epsilon.")
+
+    def fraction(self) -> float | dict[str, float]:
+        """Return the fraction to remove, from `--keep` or `--sparsity`."""
+        if self.keep is not None:
+            return complement(parse_fractions(self.keep, "--keep"))
+        return parse_fractions(self.sparsity or "", "--sparsity")
+
+    def limits(self) -> dict[str, dict[str, float]]:
+        """Return `keep_at_least` and `keep_at_most` of a budget."""
+        found = {}
+        for key, option, text in (
+            ("keep_at_least", "--at-least", self.at_least),
+            ("keep_at_most", "--at-most", self.at_most),
+        ):
+            if text is not None:
+                read = parse_fractions(text, option)
+                if not isinstance(read, dict):
+                    raise TargetError(
+                        f"{option} {text} names no layer. Example: {option} 'fc3=50%,conv*=0.1'."
+                    )
+                found[key] = read
+        return found
+
+    def target(self) -> Target:
+        """Return the target; that of `--drop` still lacks its score."""
+        from lobs.targets import ErrorBudget, Sparsity
+
+        limits = self.limits()
+        if self.epsilon is not None:
+            if limits:
                 raise TargetError(
-                    f"{option} {text} names no layer. Example: {option} 'fc3=50%,conv*=0.1'."
+                    "--at-least and --at-most go with a budget for the whole network; ε is each "
+                    "layer's own."
                 )
-            found[key] = read
-    return found
+            if self.scope == "network":
+                raise TargetError("--scope goes with --keep or --sparsity; ε is each layer's own.")
+            self._no_rounds()
+            return ErrorBudget(parse_fractions(self.epsilon, "--epsilon"), relative=self.relative)
+        if self.keep is None and self.sparsity is None:
+            return self._budget(limits)
+        fraction = self.fraction()
+        if isinstance(fraction, dict) or self.scope == "layer":
+            self._no_rounds()
+        more = {} if self.rounds is None else {"rounds": self.rounds}
+        return Sparsity(fraction, scope=self.scope, **limits, **more)  # type: ignore[arg-type]  # checked there
+
+    def _budget(self, limits: dict[str, dict[str, float]]) -> Target:
+        from lobs.targets import Budget
+
+        if self.scope == "layer":
+            raise TargetError(
+                "--scope layer does not go with a budget, which is the whole network's."
+            )
+        if self.drop is not None:
+            self._no_rounds()
+            more: dict[str, Any] = {"drop": parse_drop(self.drop), "evaluate": _not_yet}
+        else:
+            more = {"parameters": self.parameters, "flops": self.flops, "bytes": self.size}
+            more |= {} if self.rounds is None else {"rounds": self.rounds}
+        return Budget(**more, **cast(dict[str, Any], limits))
+
+    def _no_rounds(self) -> None:
+        if self.rounds is not None:
+            raise LobsError(
+                "--rounds goes with a budget that the layers share: one number for --keep, "
+                "--parameters, --flops or --bytes."
+            )
+
+    def words(self) -> str:
+        """Return the amount in a word for file names: keep7, 30000weights."""
+        if self.keep is not None or self.sparsity is not None:
+            fraction = self.fraction()
+            return "pruned" if isinstance(fraction, dict) else f"keep{100 * (1 - fraction):.4g}"
+        for value, word in (
+            (self.parameters, "weights"),
+            (self.flops, "flops"),
+            (self.size, "bytes"),
+        ):
+            if value is not None:
+                return f"{value:g}{word}" if value >= 1e6 else f"{value:.0f}{word}"
+        if self.drop is not None:
+            return f"drop{self.drop.strip().rstrip('%')}"
+        text = self.epsilon or ""
+        return "pruned" if "=" in text else f"epsilon{text}"
 
 
-def budget_target(
-    parameters: int | None,
-    flops: float | None,
-    size: int | None,
-    drop: float | None,
-    scope: str | None,
-    limits: dict[str, dict[str, float]],
-) -> Target | None:
-    """The target that the options ask for; None where they ask for no budget."""
+def _not_yet(model: object) -> float:
+    """Stand for the score until the network is open."""
+    raise AssertionError("the score was not set")
+
+
+def scored(target: Target, subject: Subject) -> Target:
+    """Give `--drop` the subject's score; other targets need none."""
     from lobs.targets import Budget
 
-    if parameters is flops is size is drop is None:
-        return None
-    if scope == "layer":
-        raise TargetError("--scope layer does not go with a budget, which is the whole network's.")
-    return Budget(parameters=parameters, flops=flops, bytes=size, drop=drop, **limits)
-
-
-def score_of(
-    subject: Subject, drop: float | None, larger_is_better: bool
-) -> Callable[[nn.Module], float] | None:
-    """A score of which more is better, where `--max-drop` needs one: the metric is an error unless told otherwise."""
-    if drop is None:
-        if larger_is_better:
-            raise LobsError("--larger-is-better goes with --max-drop.")
-        return None
-    evaluate = subject.evaluate
-    if evaluate is None:
-        raise LobsError(
-            f"--max-drop needs a metric, and '{subject.origin}' has none: return (model, batches, "
-            "evaluate)."
+    if not isinstance(target, Budget) or target.drop is None:
+        return target
+    subject.require_metric("--drop")
+    if subject.in_zoo and target.drop > 1:
+        raise TargetError(
+            f"--drop {target.drop:g} is {target.drop:.0%} of accuracy; did you mean "
+            f"{target.drop:g}%?"
         )
-    sign = 1 if larger_is_better else -1
-    return lambda model: sign * float(evaluate(model))
-
-
-def in_the_metric(settings: dict[str, Any], larger_is_better: bool) -> None:
-    """Let the trials tell the metric as it is, not the score that the search has made of an error."""
-    for trial in () if larger_is_better else settings.get("trials", ()):
-        trial["score"] = -trial["score"]
+    return replace(target, evaluate=subject.score)

@@ -1,4 +1,4 @@
-"""`lobs data`: fetch a data set that is too large to ship."""
+"""`lobs data`: download a data set that is too large to ship."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, print_json, say
+from lobs.cli.options import JsonOption
+from lobs.cli.output import print_json, say
 
 
 def data(
-    name: Annotated[str, typer.Argument(help="cifar10.")],
-    folder: Annotated[Path, typer.Argument(help="Where to put it.")],
+    name: Annotated[str, typer.Argument(help="cifar10.", metavar="NAME")],
+    folder: Annotated[Path, typer.Argument(help="Where to put it.", metavar="FOLDER")],
     json: JsonOption = False,
 ) -> None:
     """Download a data set and check every file's hash.
 
-    Example: `lobs data cifar10 ~/data`, then `lobs --data ~/data train cifarnet`
+    Examples:
+      lobs data cifar10 ~/data
+      lobs --data ~/data train cifarnet
     """
-    from lobs.zoo.datasets import cifar10
     from lobs.errors import DataError
+    from lobs.zoo.datasets import cifar10
 
     if name != "cifar10":
         raise DataError(

@@ -5,84 +5,74 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import JsonOption, command_line, notes, optional, print_json, print_table, say
+from lobs.cli.options import DATA, OUTPUT, JsonOption
+from lobs.cli.output import Column, command_line, optional, print_json, print_table, say
 from lobs.storage.atomic import make_folder
 
 if TYPE_CHECKING:
-    from lobs.report import Run
+    from lobs.cli.subject import Subject
     from lobs.pruning.result import PruningResult
+    from lobs.report import Run
 
 # 7.0 % of all weights; the small last layers keep more, as in the paper.
 KEPT = {"fc1": 0.051, "fc2": 0.20, "fc3": 0.65}
+DEFAULTS = "lobs prune (defaults)"
 METHODS = {
     "lobs": "L-OBS as published",
     "magnitude": "magnitude",
-    "greedy": "exact",
-    "auto": "the defaults",
+    "greedy": "greedy OBS",
+    "auto": DEFAULTS,
 }
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report and the pruned network.")] = Path(
-        "lobs-demo"
-    ),
-    samples: Annotated[int, typer.Option(min=1, help="Training images to calibrate on.")] = 60_000,
+    samples: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Training images to calibrate on.", metavar="N", rich_help_panel=DATA
+        ),
+    ] = 60_000,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for the report and the network.", metavar="FOLDER", rich_help_panel=OUTPUT
+        ),
+    ] = Path("lobs-demo"),
     json: JsonOption = False,
 ) -> None:
-    """Prune LeNet-300-100 to 7 % of its weights with four methods; no retraining, about a minute.
+    """Prune LeNet-300-100 to 7 % of its weights with four methods, without retraining.
 
-    Writes a report and the pruned network, and says where. Example: `lobs demo --out /tmp/demo`
+    It takes about a minute and writes a report and the pruned network.
+
+    Example:
+      lobs demo --out my-demo
     """
+    folder = make_folder(out)
+    if not json:
+        say(f"writing into {folder}")
     from lobs.cli.subject import open_subject
-    from lobs.pruning.api import prune
-    from lobs.report import Run, write_report
-    from lobs.targets import Sparsity
+    from lobs.report import write_report
 
-    target_folder = make_folder(out)
     subject = open_subject("lenet300", samples)
-    before = subject.score(subject.model)
-    by_layer = Sparsity({name: 1 - kept for name, kept in KEPT.items()})
-    runs: list[Run] = []
-    pruned: list[PruningResult] = []
-    with notes():
-        for solver, label in METHODS.items():
-            if not json:
-                say(f"pruning {subject.title} by {label} …")
-            # Ours shares the same number of weights out by itself, and mends each layer on what the
-            # pruned ones before it give.
-            ours = solver == "auto"
-            result = prune(
-                subject.model,
-                subject.batches,
-                Sparsity(1 - runs[0].pruning.kept_fraction) if ours else by_layer,
-                solver=solver,
-                inputs="asymmetric" if ours else "dense",
-                diagnostics=ours,
-                held_out=subject.held_out,
-            )
-            pruned.append(result)
-            after, example = subject.score(result.model), next(iter(subject.batches))
-            runs.append(Run(label, result, before, after, dense=subject.model, example=example))
-    best = runs[-1]
+    before = subject.measure(subject.model)
+    runs, best = _runs(subject, before, quiet=json)
     report = write_report(
-        target_folder / "report.html",
+        folder / "report.html",
         runs[::-1],
         title="LeNet-300-100 at 7 % of its weights",
         command=command_line(),
     )
-    facts = {
+    facts: dict[str, Any] = {
         "before": before,
-        "after": best.error_after,
-        "metric": best.metric,
+        "after": runs[-1].error_after,
+        "metric": runs[-1].metric,
         "command": command_line(),
     }
-    network = pruned[-1].save(
-        target_folder / "lenet300-7pct.safetensors", **subject.provenance(), **facts
-    )
+    network = best.save(folder / "lenet300-7pct.safetensors", **subject.provenance(), **facts)
     if json:
         rows = [
             {
@@ -100,8 +90,38 @@ def demo(
     say(f"again    {_program()} prune lenet300 --keep 7%\nnext     {_program()} verify {network}")
 
 
+def _runs(subject: Subject, before: float | None, quiet: bool) -> tuple[list[Run], PruningResult]:
+    """Prune by every method; return their runs and the result of the last, the defaults."""
+    from lobs.pruning.api import prune
+    from lobs.pruning.options import Execution
+    from lobs.report import Run
+    from lobs.targets import Sparsity
+
+    by_layer = Sparsity({name: 1 - kept for name, kept in KEPT.items()})
+    example = next(iter(subject.batches))
+    runs: list[Run] = []
+    for solver, label in METHODS.items():
+        if not quiet:
+            say(f"pruning {subject.title}: {label} …")
+        # The defaults share the same number of weights among the layers by themselves.
+        ours = solver == "auto"
+        result = prune(
+            subject.model,
+            subject.batches,
+            Sparsity(1 - runs[0].pruning.kept_fraction) if ours else by_layer,
+            solver=solver,
+            inputs="asymmetric" if ours else "dense",
+            held_out=subject.held_out,
+            progress=not quiet,
+            execution=Execution(diagnostics=ours),
+        )
+        after = subject.measure(result.model)
+        runs.append(Run(label, result, before, after, dense=subject.model, example=example))
+    return runs, result
+
+
 def _program() -> str:
-    """How to call this command here: by name if it is on the path, by its place if not."""
+    """Return how to call this command here: by name if that finds it, else by its path."""
     found = shutil.which("lobs")
     place = Path(sys.argv[0])
     if (found and Path(found).resolve() == place.resolve()) or not place.is_file():
@@ -113,24 +133,24 @@ def _table(runs: list[Run], before: float | None) -> None:
     rows = [
         [
             run.label,
-            f"{run.pruning.kept:,} ({run.pruning.kept_fraction:.1%})",
+            f"{run.pruning.kept_fraction:.1%}",
             f"{optional(before, '.2f')} → {optional(run.error_after, '.2f')}",
             f"{run.pruning.error:.4g}",
-            optional(run.pruning.certificate.bound),
             optional(run.pruning.certificate.measured),
             optional(run.pruning.certificate.held_out),
+            optional(run.pruning.certificate.bound),
             f"{run.pruning.seconds:.1f}",
         ]
         for run in runs
     ]
-    columns = [
+    columns: list[str | Column] = [
         "method",
         "kept",
         "test error (%)",
-        "layer error ΣE",
-        "output bound",
-        "measured",
-        "held out",
+        Column("ΣE of layers", 3),
+        Column("output change", 1),
+        Column("on test data", 2),
+        Column("bound", 2),
         "seconds",
     ]
     kept = ", ".join(f"{name} {100 * share:g} %" for name, share in KEPT.items())
@@ -138,5 +158,5 @@ def _table(runs: list[Run], before: float | None) -> None:
         "LeNet-300-100 on MNIST, no retraining",
         columns,
         rows,
-        note=f"kept by layer: {kept}; the defaults by one budget",
+        note=f"kept by layer: {kept}; the defaults share one budget",
     )

@@ -1,26 +1,28 @@
-"""`lobs eval`: how good is a network?"""
+"""`lobs eval`: measure how good a network is."""
 
 from __future__ import annotations
 
-from lobs.cli.common import JsonOption, SubjectArgument, TrustOption, print_json, say
+from lobs.cli.options import CodeOption, JsonOption, SubjectArgument, TrustOption
+from lobs.cli.output import print_json, say
 
 
 def evaluate(
-    network: SubjectArgument, trust: TrustOption = False, json: JsonOption = False
+    network: SubjectArgument,
+    code: CodeOption = None,
+    trust: TrustOption = False,
+    json: JsonOption = False,
 ) -> None:
-    """Evaluate a network: test error for the zoo's, the user's own function for others.
+    """Measure a network: test error for the zoo's, your evaluate function otherwise.
 
-    Example: `lobs eval lobs-demo/lenet300-7pct.safetensors`
+    Examples:
+      lobs eval lenet300
+      lobs eval small.safetensors --network mycode:network
     """
     from lobs.cli.subject import open_subject
-    from lobs.errors import LobsError
 
-    subject = open_subject(network, trust=trust)
-    score = subject.score(subject.model)
-    if score is None:
-        raise LobsError(
-            f"'{network}' returns no evaluate function: return (model, batches, evaluate)."
-        )
+    subject = open_subject(network, trust=trust, network=code)
+    subject.require_metric("lobs eval")
+    value = subject.measure(subject.model)
     weights = sum(p.numel() for p in subject.model.parameters())
     nonzero = sum(int((p != 0).sum()) for p in subject.model.parameters())
     if json:
@@ -28,13 +30,11 @@ def evaluate(
             {
                 "network": network,
                 "metric": subject.metric,
-                "value": score,
+                "value": value,
                 "parameters": weights,
                 "nonzero": nonzero,
             }
         )
         return
-    say(
-        f"{subject.title}: {subject.metric} {score:.4g}; {nonzero:,} of {weights:,} parameters are "
-        "not zero"
-    )
+    say(f"{subject.title}: {subject.metric} {value:.4g}")
+    say(f"{nonzero:,} of {weights:,} parameters are not zero ({nonzero / max(weights, 1):.1%})")

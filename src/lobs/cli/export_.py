@@ -1,4 +1,4 @@
-"""`lobs export`: a network as a smaller file, or for another program."""
+"""`lobs export`: write a network as a smaller file, or for another program."""
 
 from __future__ import annotations
 
@@ -7,76 +7,99 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import (
+from lobs.cli.files import default_name, distinct, file_of, unclaimed
+from lobs.cli.options import (
+    OUTPUT,
+    CodeOption,
+    ForceOption,
     JsonOption,
+    OutOption,
     SubjectArgument,
     TrustOption,
-    distinct,
-    file_of,
-    print_json,
-    print_table,
-    say,
-    unclaimed,
-    writable,
 )
+from lobs.cli.output import Column, print_json, print_table, say
 from lobs.errors import LobsError
+from lobs.storage.outputs import output_path
 
 if TYPE_CHECKING:
     from lobs.storage.checkpoint import Checkpoint
 
 FORMATS = {"compact": ".compact.safetensors", "onnx": ".onnx", "torch": ".pt2"}
+_BY_ENDING = {".safetensors": "compact", ".onnx": "onnx", ".pt2": "torch"}
 
 
 def export(
     network: SubjectArgument,
+    code: CodeOption = None,
+    trust: TrustOption = False,
+    out: OutOption = None,
+    force: ForceOption = False,
     form: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--format", help="compact: small safetensors; onnx; torch: a torch.export program."
+            "--format",
+            help="compact (small safetensors), onnx, or torch (a torch.export program); from the "
+            "ending of --out, or compact, if not given.",
+            metavar="KIND",
+            rich_help_panel=OUTPUT,
         ),
-    ] = "compact",
-    out: Annotated[
-        Path | None, typer.Option(help="The file to write; beside you if not given.")
     ] = None,
     values: Annotated[
-        str, typer.Option(help="Kept values in compact files: same, float16, or int8 per channel.")
+        str,
+        typer.Option(
+            help="Kept values in compact files: same, float16, or int8 per channel.",
+            metavar="KIND",
+            rich_help_panel=OUTPUT,
+        ),
     ] = "same",
-    trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write a compact file (every byte accounted for), ONNX (checked in onnxruntime) or a torch.export program.
+    """Write a compact file, an ONNX model or a torch.export program.
 
-    Examples: `lobs export small.safetensors --out small.compact.safetensors`; `lobs export
-    small.safetensors --format onnx`
+    Every byte of a compact file is accounted for. ONNX files are run in onnxruntime and compared.
+
+    Examples:
+      lobs export small.safetensors
+      lobs export small.safetensors --out small.onnx
     """
-    if form not in FORMATS:
-        raise LobsError(f"--format {form} is unknown. There are: {', '.join(FORMATS)}.")
+    form = _format(form, out)
     if form != "compact" and values != "same":
         raise LobsError(
             f"--values {values} goes with --format compact; {form} files hold the values as they "
             "are."
         )
-    target = unclaimed(out, Path(Path(network.replace(":", "-")).stem + FORMATS[form]))
-    distinct(writable(target), "--out", file_of(network))
+    default = Path(default_name(network, ending=FORMATS[form]))
+    target = output_path(unclaimed(out, default, force=force), default.suffix)
+    distinct(target, "--out", file_of(network))
     if form == "compact":
-        _compact(network, target, values, trust, json)
+        _compact(network, target, values, (trust, code), json)
     else:
-        _program(network, target, form, trust, json)
+        _program(network, target, form, (trust, code), json)
 
 
-def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -> None:
+def _format(form: str | None, out: Path | None) -> str:
+    """Return the format that `--format` or the ending of `--out` names."""
+    if form is not None and form not in FORMATS:
+        raise LobsError(f"--format {form} is unknown. There are: {', '.join(FORMATS)}.")
+    return form or _BY_ENDING.get("" if out is None else out.suffix.lower(), "compact")
+
+
+def _compact(
+    network: str, target: Path, values: str, access: tuple[bool, str | None], json: bool
+) -> None:
     from dataclasses import asdict
     from typing import cast
 
+    from lobs.deploy.export import dense_sizes
     from lobs.storage.checkpoint import save_compact
     from lobs.storage.compact import Values
-    from lobs.deploy.export import dense_sizes
 
+    trust, code = access
     saved = _checkpoint(network, trust)
-    record = {
-        key: value for key, value in saved.record.items() if key != "preview"
-    }  # the report's curves can outweigh a network
-    done = save_compact(target, saved.state_dict, saved.masks, record, values=cast(Values, values))
+    # The report's curves can outweigh a network.
+    record = {key: value for key, value in saved.record.items() if key != "preview"}
+    record |= {} if code is None else {"network": code}
+    done = save_compact(saved.state_dict, target, saved.masks, record, values=cast(Values, values))
     others = dense_sizes(saved.state_dict)
     if json:
         documents = [{**asdict(t), "stored_bytes": t.stored_bytes} for t in done.tensors]
@@ -84,16 +107,16 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
         print_json({"network": network, "out": str(target), "tensors": documents, **sizes})
         return
     columns = [
-        "tensor",
-        "shape",
-        "kept",
-        "code",
-        "values",
-        "positions B",
-        "values B",
-        "stored B",
-        "dense B",
-        "moved by",
+        Column("tensor"),
+        Column("shape", 3),
+        Column("kept"),
+        Column("code", 1),
+        Column("values", 2),
+        Column("positions B", 4),
+        Column("values B", 4),
+        Column("stored B"),
+        Column("dense B"),
+        Column("rounded by", 4),
     ]
     rows = [
         [
@@ -113,16 +136,14 @@ def _compact(network: str, target: Path, values: str, trust: bool, json: bool) -
     print_table(f"{target}: every byte", columns, rows)
     say(f"header and record {done.header_bytes:,} bytes; file {done.file_bytes:,} bytes")
     for name, size in others.items():
-        say(
-            f"{name + ' file with zeros':<24} {size:>12,} bytes; this file is "
-            f"{done.file_bytes / size:.1%} of it"
-        )
+        share = f"{done.file_bytes / size:.1%} of it"
+        say(f"{name + ' file with zeros':<24} {size:>12,} bytes; this file is {share}")
 
 
 def _checkpoint(network: str, trust: bool) -> Checkpoint:
-    """A file's content as it is, so that files whose network is unknown can be made smaller too."""
-    from lobs.storage import checkpoint
+    """Return a file's content as it is: files whose network is unknown can be made smaller too."""
     from lobs.cli.subject import open_subject
+    from lobs.storage import checkpoint
 
     if Path(network).is_file():
         return checkpoint.load(network)
@@ -130,24 +151,30 @@ def _checkpoint(network: str, trust: bool) -> Checkpoint:
     return checkpoint.Checkpoint(subject.model.state_dict(), {}, {"network": subject.network})
 
 
-def _program(network: str, target: Path, form: str, trust: bool, json: bool) -> None:
+def _program(
+    network: str, target: Path, form: str, access: tuple[bool, str | None], json: bool
+) -> None:
     from lobs.cli.subject import open_subject
     from lobs.deploy.export import export_onnx, export_program
 
-    subject = open_subject(network, 1, trust=trust)
+    trust, code = access
+    subject = open_subject(network, 1, trust=trust, network=code)
     example = take(subject.first(), 2)
     facts: dict[str, Any]
     if form == "onnx":
-        done = export_onnx(target, subject.model, example)
+        done = export_onnx(subject.model, target, example)
         facts = {
             "opset": done.opset,
             "inputs": list(done.inputs),
             "largest_difference": done.largest_difference,
         }
-        words = f"ONNX opset {done.opset}; onnxruntime differs from torch by {done.largest_difference:.1e} at most"
+        words = (
+            f"ONNX opset {done.opset}; onnxruntime differs from torch by "
+            f"{done.largest_difference:.1e} at most"
+        )
     else:
-        export_program(subject.model, example, target)
-        facts, words = {}, "a torch.export program; its answer on an example is the network's"
+        export_program(subject.model, target, example)
+        facts, words = {}, "a torch.export program; its output on an example is the network's"
     if json:
         print_json({"network": network, "out": str(target), "format": form, **facts})
         return
@@ -155,7 +182,7 @@ def _program(network: str, target: Path, form: str, trust: bool, json: bool) -> 
 
 
 def take(batch: Any, count: int) -> Any:
-    """A batch of exactly `count` samples out of one: cut, or repeated where it has fewer."""
+    """Return a batch of exactly `count` samples: cut, or repeated where it has fewer."""
     import torch
 
     def fit(value: Any) -> Any:

@@ -1,310 +1,302 @@
-"""`lobs prune`: the work itself."""
+"""`lobs prune`: remove weights from a network."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lobs._system.run_log import phase
 from lobs.cli.budgets import (
+    Amount,
     AtLeastOption,
     AtMostOption,
     BytesOption,
+    DropOption,
+    EpsilonOption,
     FlopsOption,
-    LargerOption,
-    MaxDropOption,
+    KeepOption,
     ParametersOption,
-    budget_target,
-    in_the_metric,
-    limits,
-    score_of,
+    RelativeOption,
+    ScopeOption,
+    SparsityOption,
+    scored,
 )
-from lobs.cli.common import (
+from lobs.cli.files import default_name, distinct, file_of, output_file
+from lobs.cli.options import (
+    EXPERT,
+    MACHINE,
+    OUTPUT,
+    CodeOption,
+    ForceOption,
+    InputsOption,
     JsonOption,
     LayersOption,
+    LogOption,
+    MetricOption,
+    OutOption,
+    ResumeOption,
     SamplesOption,
     SkipOption,
     SolverOption,
     SubjectArgument,
     TrustOption,
-    command_line,
-    complement,
-    distinct,
-    file_of,
-    notes,
-    optional,
-    parse_fractions,
-    print_json,
-    require_one,
-    say,
-    writable,
 )
+from lobs.cli.output import announce, change, command_line, print_json, say, working
 from lobs.cli.patterns import (
     AlongOption,
     BlockOption,
+    PatternChoice,
     PatternOption,
     StructuredOption,
-    pattern_target,
 )
 from lobs.errors import LobsError
+from lobs.storage.outputs import PAGE, output_path, writable
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from lobs.cli.subject import Subject
+    from lobs.pruning.result import PruningResult
     from lobs.solvers.problem import Solver
     from lobs.targets import Target
+
+SecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="With --solver auto: longest local search in one layer.",
+        metavar="S",
+        rich_help_panel=EXPERT,
+    ),
+]
+RoundsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Allocation rounds of a shared budget; 2 if not given.",
+        metavar="N",
+        rich_help_panel=EXPERT,
+    ),
+]
+RefitOption = Annotated[
+    str | None,
+    typer.Option(
+        help="layers, or network: refit all kept weights jointly at the end. Small networks get "
+        "network by default.",
+        metavar="KIND",
+        rich_help_panel=EXPERT,
+    ),
+]
+DampingOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="λ added to every input moment; chosen per layer if not given.",
+        metavar="λ",
+        rich_help_panel=EXPERT,
+    ),
+]
+BatchNormOption = Annotated[
+    bool,
+    typer.Option(
+        "--batch-norm/--no-batch-norm",
+        help="Do not re-estimate batch-norm statistics.",
+        rich_help_panel=EXPERT,
+    ),
+]
+PruneBiasOption = Annotated[
+    bool, typer.Option("--prune-bias", help="Biases may be removed too.", rich_help_panel=EXPERT)
+]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(help="Also write an HTML report.", metavar="FILE", rich_help_panel=OUTPUT),
+]
+DryRunOption = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the cost (time, memory, passes over the data) and stop.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Largest resident memory, such as 8GB; the rest goes to temporary files.",
+        metavar="SIZE",
+        rich_help_panel=MACHINE,
+    ),
+]
+TimeOutOption = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Under torchrun: seconds to wait for a silent process.",
+        metavar="S",
+        rich_help_panel=MACHINE,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The files that a run writes."""
+
+    out: Path
+    report: Path | None
+    log: Path | None
 
 
 def prune(
     network: SubjectArgument,
-    keep: Annotated[
-        str | None, typer.Option(help="Fraction kept: 0.07, 7%, or fc1=6.7%,fc2=20%,fc*=0.5.")
-    ] = None,
-    sparsity: Annotated[
-        str | None, typer.Option(help="Fraction removed, in the same forms.")
-    ] = None,
-    epsilon: Annotated[
-        str | None, typer.Option(help="Largest layer error √E allowed, in the same forms.")
-    ] = None,
-    relative: Annotated[
-        bool, typer.Option("--relative", help="ε is relative to the layer's output norm.")
-    ] = False,
+    keep: KeepOption = None,
+    drop: DropOption = None,
     parameters: ParametersOption = None,
     flops: FlopsOption = None,
     size: BytesOption = None,
-    drop: MaxDropOption = None,
-    larger_is_better: LargerOption = False,
+    sparsity: SparsityOption = None,
+    epsilon: EpsilonOption = None,
+    relative: RelativeOption = False,
+    scope: ScopeOption = None,
     at_least: AtLeastOption = None,
     at_most: AtMostOption = None,
-    scope: Annotated[
-        str | None,
-        typer.Option(
-            help="layer: the fraction of each; network: of all, shared where it costs least, as is one number by default."
-        ),
-    ] = None,
     pattern: PatternOption = None,
     along: AlongOption = None,
     block: BlockOption = None,
     structured: StructuredOption = None,
-    solver: SolverOption = "auto",
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="With --solver auto: stop exchanging weights in a layer after so long."
-        ),
-    ] = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option(
-            help="asymmetric: layers see what pruned layers before them give and mend it; pruned: they see it; dense: they "
-            "do not. asymmetric by default, dense with --epsilon."
-        ),
-    ] = None,
-    passes: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="How often a budget for the whole network is shared out; twice by default."
-        ),
-    ] = None,
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
-    prune_bias: Annotated[
-        bool, typer.Option("--prune-bias", help="Let biases be removed too.")
-    ] = False,
-    damping: Annotated[
-        float | None, typer.Option(min=0, help="λ added to every Ψ; chosen by default.")
-    ] = None,
-    batch_norm: Annotated[
-        bool, typer.Option(help="Re-estimate batch norms' statistics, where that helps.")
-    ] = True,
-    compensate: Annotated[
-        str | None,
-        typer.Option(
-            help="network: in the end all surviving weights move together, to where the output is nearest to the dense one's; "
-            "layers: they do not. By default network where that takes some twenty seconds at most."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to save the pruned network (safetensors).")
-    ] = None,
-    report: Annotated[Path | None, typer.Option(help="Where to write the HTML report.")] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder that keeps finished work: the same command again goes on where a killed one was."
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Most resident memory, such as 8GB: what does not fit is done in parts or goes to temporary files."
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Only say what it would take: passes over the data, bytes, about how long.",
-        ),
-    ] = False,
-    log_json: Annotated[
-        Path | None,
-        typer.Option(
-            "--log-json",
-            help="Add a JSON line to this file whenever a piece of work begins or ends.",
-        ),
-    ] = None,
-    time_out: Annotated[
-        float,
-        typer.Option(
-            min=1, help="Seconds after which processes started by torchrun give up on a silent one."
-        ),
-    ] = 1800,
+    metric: MetricOption = None,
+    code: CodeOption = None,
     trust: TrustOption = False,
+    out: OutOption = None,
+    force: ForceOption = False,
+    report: ReportOption = None,
+    dry_run: DryRunOption = False,
     json: JsonOption = False,
+    resume: ResumeOption = None,
+    memory: MemoryOption = None,
+    log: LogOption = None,
+    time_out: TimeOutOption = 1800,
+    solver: SolverOption = "auto",
+    seconds: SecondsOption = None,
+    inputs: InputsOption = None,
+    rounds: RoundsOption = None,
+    refit: RefitOption = None,
+    damping: DampingOption = None,
+    batch_norm: BatchNormOption = True,
+    prune_bias: PruneBiasOption = False,
 ) -> None:
-    """Prune a network: a zoo's, a checkpoint's, or your own from package.module:function.
+    """Remove weights and adjust the others, so that the outputs stay close.
 
-    Examples: `lobs prune lenet300 --keep fc1=6.7%,fc2=20%,fc3=65% --out small.safetensors --report
-    report.html`; `lobs prune mycode:network --epsilon 0.1 --relative`; `torchrun --nproc-per-node 4
-    -m lobs prune mycode:network --keep 10% --resume folder --out small.safetensors`
+    Examples:
+      lobs prune lenet300 --keep 7%
+      lobs prune lenet5 --keep "fc1=5%,conv*=20%" --report report.html
+      lobs prune mycode:network --drop 0.5% --out small.safetensors
+      torchrun --nproc-per-node 4 -m lobs prune mycode:network --keep 10%
     """
-    require_one(
-        keep=keep, sparsity=sparsity, epsilon=epsilon, pattern=pattern,
-        parameters=parameters, flops=flops, bytes=size, drop=drop,
+    amount = Amount(
+        keep, drop, parameters, flops, size, sparsity, epsilon, relative, scope, at_least, at_most,
+        rounds,
     )  # fmt: skip
-    if relative and epsilon is None:
-        raise LobsError("--relative goes with --epsilon.")
-    shaped = pattern_target(pattern, along, block, structured, keep, sparsity, scope)
-    kept_limits = limits(at_least, at_most)
-    if shaped is not None and kept_limits:
-        raise LobsError(
-            "--at-least and --at-most go with a budget for the whole network, not with a pattern."
-        )
-    budget = budget_target(parameters, flops, size, drop, scope, kept_limits)
-    target = shaped or budget or _target(keep, sparsity, epsilon, relative, scope, kept_limits)
-    writable(out)
-    writable(report)
-    writable(log_json)
-    distinct(out, "--out", file_of(network))
-    distinct(report, "--report", out, file_of(network))
-    distinct(log_json, "--log-json", out, report, file_of(network))
+    shape = PatternChoice(pattern, along, block, structured)
+    amount.check(pattern)
+    target = shape.target(amount) or amount.target()
+    places = _places(network, shape.words(amount), out, report, log, force)
+    announce(places.out, json or dry_run)
+    numbers = {"damping": damping, "batch_norm": batch_norm, "prune_bias": prune_bias}
+    machine = {"resume": resume, "memory": memory, "log": log}
+    settings = {"inputs": inputs, "refit": refit, "layers": layers, "skip": skip or ()}
+    with working(json):
+        from lobs._system.distributed import launched_group
+        from lobs.cli.subject import open_subject
+        from lobs.pruning.options import Execution, Numerics
 
-    from lobs.pruning.options import PASSES, check, shared
-    from lobs.cli.subject import open_subject
-    from lobs._system.distributed import launched_group, shard
-    from lobs.pruning.api import forecast
-    from lobs.pruning.api import prune as run
-
-    chosen = _solver(solver, seconds)
-    if passes is not None and (drop is not None or not shared(target)):
-        raise LobsError(
-            "--passes goes with a budget that the layers share: one number, --parameters, --flops "
-            "or --bytes."
-        )
-    passes = passes or PASSES
-    with launched_group(time_out) as group, notes():
-        subject = open_subject(network, samples, trust=trust)
-        if group.leads and (dry_run or (memory is not None and not json)):
-            choices: dict[str, Any] = {
-                "solver": chosen,
-                "inputs": inputs,
-                "layers": layers,
-                "skip": skip or (),
-                "passes": passes,
-                "prune_bias": prune_bias,
-                "damping": damping,
-                "batch_norm": batch_norm,
-                "compensate": compensate,
-            }
-            ahead = forecast(subject.model, subject.batches, target, memory=memory, **choices)
-            print_json(ahead.as_dict()) if json else say(str(ahead))
-        if dry_run:
-            return
-        check(
-            subject.model,
-            target,
-            inputs=inputs,
-            layers=layers,
-            skip=skip or (),
-            prune_bias=prune_bias,
-        )  # type: ignore[arg-type]
-        before = subject.score(subject.model) if group.leads else None
-        alone = group.size == 1
-        result = run(
-            subject.model,
-            subject.batches if alone else shard(subject.batches, group),
-            target,
-            solver=chosen,
-            inputs=inputs,  # type: ignore[arg-type]  # checked by prune, with the choices in its message
-            layers=layers,
-            skip=skip or (),
-            progress=not json,
-            distributed=not alone,
-            prune_bias=prune_bias,
-            damping=damping,
-            batch_norm=batch_norm,
-            refit=compensate,  # type: ignore[arg-type]  # likewise
-            diagnostics=report is not None,
-            held_out=subject.held_out
-            if alone or subject.held_out is None
-            else shard(subject.held_out, group),
-            evaluate=score_of(subject, drop, larger_is_better),
-            passes=passes,
-            resume=resume,
-            log_json=log_json,
-            memory=memory,
-        )
-        if not group.leads:  # the first process writes and speaks for all
-            return
-    in_the_metric(result.settings, larger_is_better)
-    after = subject.score(result.model)
-    written = _write(result, subject, solver, before, after, out, report)
+        options: dict[str, Any] = {
+            **settings,
+            "solver": _solver(solver, seconds),
+            "numerics": Numerics(**numbers),  # type: ignore[arg-type]  # a dict of several types
+            "execution": Execution(**machine, diagnostics=report is not None),  # type: ignore[arg-type]
+        }
+        with launched_group(time_out) as group:
+            subject = open_subject(network, samples, trust=trust, network=code, metric=metric)
+            target = scored(target, subject)
+            if group.leads and (dry_run or (memory is not None and not json)):
+                _forecast(subject, target, options, json)
+            if dry_run:
+                return
+            before, result = _pruned(subject, target, options, group, progress=not json)
+            if not group.leads:  # the first process writes for all
+                return
+        after = _measured(subject, result.model)
+        written = _write(result, subject, solver, (before, after), places)
     if json:
-        print_json(
-            {
-                "metric": subject.metric,
-                "before": before,
-                "after": after,
-                **result.record(),
-                **written,
-            }
-        )
+        facts = {"metric": subject.metric, "before": before, "after": after}
+        print_json({**facts, **result.record(), **written})
         return
     say(result.summary())
     if before is not None:
-        say(f"{subject.metric}: {optional(before)} → {optional(after)}")
+        say(change(subject.metric, before, after))
     for what, path in written.items():
         say(f"{what}: {path}")
-    if out is None:
-        say("not saved: give --out FILE to keep the pruned network")
 
 
-def _target(
-    keep: str | None,
-    sparsity: str | None,
-    epsilon: str | None,
-    relative: bool,
-    scope: str | None,
-    limits: dict[str, dict[str, float]],
-) -> Target:
-    from lobs.errors import TargetError
-    from lobs.targets import ErrorBudget, Sparsity
+def _places(
+    network: str,
+    words: str,
+    out: Path | None,
+    report: Path | None,
+    log: Path | None,
+    force: bool,
+) -> _Places:
+    """Check every file that is to be written, before any work."""
+    target = output_file(out, default_name(network, words), force=force)
+    if report is not None:
+        output_path(report, PAGE)
+    if log is not None:
+        writable(log)
+    source = file_of(network)
+    distinct(target, "--out", source)
+    distinct(report, "--report", target, source)
+    distinct(log, "--log", target, report, source)
+    return _Places(target, report, log)
 
-    if epsilon is not None:
-        if limits:
-            raise TargetError(
-                "--at-least and --at-most go with a budget for the whole network; ε is each "
-                "layer's own."
-            )
-        if scope == "network":
-            raise TargetError("--scope goes with --keep or --sparsity; ε is each layer's own.")
-        return ErrorBudget(parse_fractions(epsilon, "--epsilon"), relative=relative)
-    if keep is not None:
-        fraction = complement(parse_fractions(keep, "--keep"))
-    else:
-        fraction = parse_fractions(sparsity or "", "--sparsity")
-    return Sparsity(fraction, scope=scope, **limits)  # type: ignore[arg-type]  # checked there, with the choices in its message
+
+def _forecast(subject: Subject, target: Target, options: dict[str, Any], json: bool) -> None:
+    from lobs.pruning.api import forecast
+
+    ahead = forecast(subject.model, subject.batches, target, **options)
+    print_json(ahead.as_dict()) if json else say(str(ahead))
+
+
+def _pruned(
+    subject: Subject, target: Target, options: dict[str, Any], group: Any, *, progress: bool
+) -> tuple[float | None, PruningResult]:
+    """Measure the dense network and prune it, alone or with the other processes of torchrun."""
+    from dataclasses import replace
+
+    from lobs._system.distributed import shard
+    from lobs.pruning.api import prune as run
+    from lobs.pruning.options import checked
+
+    batches, held_out = subject.batches, subject.held_out
+    if group.size > 1:
+        batches = shard(batches, group)
+        held_out = None if held_out is None else shard(held_out, group)
+        options = {**options, "execution": replace(options["execution"], distributed=True)}
+    checked(subject.model, target, options)  # type: ignore[arg-type]  # refused before any work
+    before = _measured(subject, subject.model) if group.leads else None
+    more = {**options, "held_out": held_out, "progress": progress}
+    return before, run(subject.model, batches, target, **more)
+
+
+def _measured(subject: Subject, model: nn.Module) -> float | None:
+    with phase("evaluate"):
+        return subject.measure(model)
 
 
 def _solver(name: str, seconds: float | None) -> str | Solver:
@@ -314,38 +306,34 @@ def _solver(name: str, seconds: float | None) -> str | Solver:
         return name
     if name != "auto":
         raise LobsError(
-            f"--seconds goes with --solver auto, whose exchange of weights it limits; {name} has "
-            "none to limit."
+            f"--seconds limits the local search of --solver auto; {name} has none to limit."
         )
     return Auto(swap_seconds=seconds)
 
 
 def _write(
-    result: Any,
-    subject: Any,
+    result: PruningResult,
+    subject: Subject,
     solver: str,
-    before: float | None,
-    after: float | None,
-    out: Path | None,
-    report: Path | None,
+    scores: tuple[float | None, float | None],
+    places: _Places,
 ) -> dict[str, str]:
     from lobs.report import Run, write_report
 
-    written = {}
-    if out is not None:
-        facts = {
-            "before": before,
-            "after": after,
-            "metric": subject.metric,
-            "command": command_line(),
-        }
-        written["network"] = str(result.save(out, **subject.provenance(), **facts))
-    if report is not None:
+    before, after = scores
+    facts: dict[str, Any] = {
+        "before": before,
+        "after": after,
+        "metric": subject.metric,
+        "command": command_line(),
+    }
+    written = {"network": str(result.save(places.out, **subject.provenance(), **facts))}
+    if places.report is not None:
         example = next(iter(subject.batches), None)
         run = Run(
             solver, result, before, after, subject.metric, dense=subject.model, example=example
         )
         written["report"] = str(
-            write_report(report, [run], title=subject.title, command=command_line())
+            write_report(places.report, [run], title=subject.title, command=command_line())
         )
     return written

@@ -1,4 +1,4 @@
-"""`lobs report`: a page about one saved result, or about several side by side."""
+"""`lobs report`: write a page about one saved result, or about several side by side."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lobs.cli.common import (
+from lobs.cli.files import distinct, output_file
+from lobs.cli.options import (
+    DATA,
+    OUTPUT,
+    CodeOption,
+    ForceOption,
     JsonOption,
     TrustOption,
-    command_line,
-    distinct,
-    print_json,
-    say,
-    unclaimed,
-    writable,
+    complete_file,
 )
+from lobs.cli.output import command_line, print_json, say
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -27,36 +28,57 @@ if TYPE_CHECKING:
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Networks saved by `lobs prune --out`; the first is the main one."),
+        typer.Argument(
+            help="Networks saved by lobs prune or PruningResult.save; the first leads the page.",
+            metavar="FILE...",
+            autocompletion=complete_file,
+        ),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where to write the page; report.html, if there is none, by default."),
-    ] = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option(help="What to call each file, in order; file names if not given."),
-    ] = None,
-    title: Annotated[str | None, typer.Option(help="The page's heading.")] = None,
     pictures: Annotated[
         bool,
         typer.Option(
-            help="Open the dense network and its data for pictures of pixels and filters."
+            "--pictures/--no-pictures",
+            help="Do not open the dense network and its data for pictures.",
+            rich_help_panel=DATA,
         ),
     ] = True,
+    code: CodeOption = None,
     trust: TrustOption = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The page to write; report.html by default.",
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    force: ForceOption = False,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name for each file, in order; file names by default.",
+            metavar="TEXT",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    title: Annotated[
+        str | None,
+        typer.Option(help="Heading of the page.", metavar="TEXT", rich_help_panel=OUTPUT),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write one self-contained page about saved results, side by side if there are several.
+    """Write one self-contained HTML page about saved results.
 
-    Example: `lobs report small.safetensors smaller.safetensors --out compare.html`
+    Examples:
+      lobs report lenet300-keep7.safetensors
+      lobs report small.safetensors smaller.safetensors --out compare.html
     """
     from lobs.cli.subject import require_file
 
     for path in files:
         require_file(path)
-    target = unclaimed(out, Path("report.html"))
-    distinct(writable(target), "--out", *files)
+    target = output_file(out, "report.html", force=force, ending=".html")
+    distinct(target, "--out", *files)
     if label and len(label) != len(files):
         raise LobsError(
             f"--label was given {len(label)} times for {len(files)} files: give one for each, or "
@@ -67,7 +89,7 @@ def report(
     names = label or _names(files)
     runs = [read_run(path, name) for path, name in zip(files, names, strict=True)]
     if pictures:
-        runs = [_pictured(run, path, trust) for run, path in zip(runs, files, strict=True)]
+        runs = [_pictured(run, path, trust, code) for run, path in zip(runs, files, strict=True)]
     heading = title or (
         " against ".join(names) if len(names) <= 3 else f"{len(names)} results side by side"
     )
@@ -86,19 +108,18 @@ def report(
 
 
 def _names(files: list[Path]) -> list[str]:
-    """File names without their ending; with their folder where two are alike."""
+    """Return file names without their ending, or whole paths where two names are alike."""
     short = [path.name.removesuffix(".safetensors") for path in files]
     return short if len(set(short)) == len(short) else [str(path) for path in files]
 
 
-def _pictured(run: Run, path: Path, trust: bool) -> Run:
-    """The run with its dense network and an input, where they can be had; otherwise with a note that says why not."""
+def _pictured(run: Run, path: Path, trust: bool, code: str | None) -> Run:
+    """Return the run with its dense network and an input, or with a note on why they lack."""
     from lobs.cli.subject import open_subject
 
     try:
-        origin = _origin(path, trust)
-        dense = open_subject(origin, 200, trust=trust)
-        pruned = open_subject(str(path), 1, trust=trust)
+        dense = open_subject(code or _origin(path, trust), 200, trust=trust)
+        pruned = open_subject(str(path), 1, trust=trust, network=code)
         example: Any = next(iter(dense.batches), None)
     except LobsError as error:
         return replace(run, note=f"some pictures are missing, because {str(error).rstrip('.')}.")
@@ -106,9 +127,9 @@ def _pictured(run: Run, path: Path, trust: bool) -> Run:
 
 
 def _origin(path: Path, trust: bool) -> str:
-    from lobs.storage.checkpoint import load
     from lobs.cli.subject import require_trust
     from lobs.errors import FileError
+    from lobs.storage.checkpoint import load
 
     origin = load(path).record.get("origin")
     if not isinstance(origin, str):

@@ -1,79 +1,59 @@
-"""`lobs shrink`: take what pruning left empty out of a network."""
+"""`lobs shrink`: take emptied units and channels out of a network."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from lobs.cli.common import (
+from lobs.cli.files import default_name, distinct, file_of, output_file
+from lobs.cli.options import (
+    CodeOption,
+    ForceOption,
     JsonOption,
+    OutOption,
     SubjectArgument,
     TrustOption,
-    distinct,
-    file_of,
-    optional,
-    print_json,
-    say,
-    writable,
 )
+from lobs.cli.output import announce, change, print_json, say
 
 
 def shrink(
     network: SubjectArgument,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to save the smaller network (safetensors).")
-    ] = None,
+    code: CodeOption = None,
     trust: TrustOption = False,
+    out: OutOption = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Remove units without weights and channels that nothing reads; outputs stay the same, and what must stay is explained.
+    """Remove units without weights and channels that nothing reads; outputs stay the same.
 
-    Example: `lobs prune lenet5 --structured units --sparsity 50% --out p.safetensors`, then
-    `lobs shrink p.safetensors --out small.safetensors`, which every other command can open.
+    The summary names what must stay, with the reason. All other commands open the smaller file.
+
+    Examples:
+      lobs prune lenet5 --structured units --keep 50% --out half.safetensors
+      lobs shrink half.safetensors --out small.safetensors
     """
-    distinct(writable(out), "--out", file_of(network))
+    target = output_file(out, default_name(network, "shrunk"), force=force)
+    distinct(target, "--out", file_of(network))
+    announce(target, json)
 
-    from lobs.storage import checkpoint
     from lobs.cli.subject import open_subject
-    from lobs.errors import LobsError
     from lobs.deploy.shrink import shrink as run
+    from lobs.errors import LobsError
+    from lobs.storage import checkpoint
 
-    subject = open_subject(network, trust=trust)
+    subject = open_subject(network, trust=trust, network=code)
     batch = subject.first()
     example = batch[0] if isinstance(batch, tuple | list) else batch
     if isinstance(example, dict):
         raise LobsError("cannot shrink a network that is called with keyword arguments.")
     smaller, report = run(subject.model, example[:1])
-    before, after = subject.score(subject.model), subject.score(smaller)
-    if out is not None:
-        record = {
-            "network": subject.network,
-            "shrunk": True,
-            "shrinkage": asdict(report),
-            "before": before,
-            "after": after,
-        }
-        checkpoint.save(out, smaller, record=record)
+    before, after = subject.measure(subject.model), subject.measure(smaller)
+    facts = {"shrinkage": asdict(report), "before": before, "after": after}
+    checkpoint.save(smaller, target, record={"network": subject.network, "shrunk": True, **facts})
     if json:
-        written = {} if out is None else {"network": str(out)}
-        print_json(
-            {
-                "metric": subject.metric,
-                "before": before,
-                "after": after,
-                "shrinkage": asdict(report),
-                **written,
-            }
-        )
+        print_json({"metric": subject.metric, **facts, "network": str(target)})
         return
     say(str(report))
     if before is not None:
-        say(f"{subject.metric}: {optional(before)} → {optional(after)}")
-    say(
-        f"network: {out}"
-        if out is not None
-        else "not saved: give --out FILE to keep the smaller network"
-    )
+        say(change(subject.metric, before, after))
+    say(f"network: {target}")

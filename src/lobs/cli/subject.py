@@ -1,32 +1,34 @@
-"""From what the user typed to a network, its calibration batches and a way to evaluate it."""
+"""Turn what the user typed into a network, its calibration batches and a way to evaluate it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lobs import zoo
-
-from lobs.storage import checkpoint
-from lobs.errors import FileError, LobsError
-from lobs.storage.run_store import weights_hash
 from lobs.calibration.forward import batch_size
 from lobs.deploy.shrink import fit_to
+from lobs.errors import FileError, LobsError
+from lobs.storage import checkpoint
+from lobs.storage.run_store import weights_hash
 from lobs.zoo.training import error_rate
+
+Evaluate = Callable[[nn.Module], float]
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A network and all that the commands need around it.
 
-    `origin` is what finds the dense network again: a zoo name, a checkpoint's path or
-    package.module:function. `network` is what builds it: a zoo name or package.module:function.
+    `origin` finds the dense network again: a zoo name, a checkpoint's path or
+    package.module:function. `network` builds it: a zoo name or package.module:function. `evaluate`
+    returns the `metric` as people read it; `score` is the same with larger values better.
     """
 
     origin: str
@@ -34,13 +36,19 @@ class Subject:
     title: str
     model: nn.Module
     batches: Iterable[Any]
-    evaluate: Callable[[nn.Module], float] | None
+    evaluate: Evaluate | None
     metric: str
+    larger_is_better: bool = True
     held_out: Iterable[Any] | None = None
     samples: int | None = None
 
-    def score(self, model: nn.Module) -> float | None:
-        """What `evaluate` says of a network, if there is one."""
+    @property
+    def in_zoo(self) -> bool:
+        """Return whether the network is one of the zoo's, whose metric is a test error in percent."""
+        return self.network in zoo.ZOO
+
+    def measure(self, model: nn.Module) -> float | None:
+        """Return the metric of a network; None without an evaluate function."""
         if self.evaluate is None:
             return None
         value = self.evaluate(model)
@@ -51,14 +59,40 @@ class Subject:
                 f"{self.title}: evaluate returned {value!r}; it must return a number."
             ) from None
 
+    def score(self, model: nn.Module) -> float:
+        """Return a number that is larger for better networks: accuracy from 0 to 1 in the zoo."""
+        value = self.measure(model)
+        assert value is not None  # callers ask `require_metric` first
+        return self.as_score(value)
+
+    def as_score(self, value: float) -> float:
+        """Turn the metric into a score."""
+        if self.in_zoo:
+            return 1 - value / 100
+        return value if self.larger_is_better else -value
+
+    def in_metric(self, score: float) -> float:
+        """Turn a score back into the metric."""
+        if self.in_zoo:
+            return round(100 * (1 - score), 10)  # exact: an error counts images
+        return score if self.larger_is_better else -score
+
+    def require_metric(self, purpose: str) -> None:
+        """Refuse a network without an evaluate function."""
+        if self.evaluate is None:
+            raise LobsError(
+                f"{purpose} needs a metric, and '{self.origin}' has no evaluate function: return "
+                "(model, batches, evaluate)."
+            )
+
     def first(self) -> Any:
-        """The first batch."""
+        """Return the first batch."""
         for batch in self.batches:
             return batch
         raise LobsError(f"{self.title}: there are no batches.")
 
     def provenance(self) -> dict[str, Any]:
-        """What a saved result must say so that `lobs verify` can find the dense network and the data again."""
+        """Return the record by which `lobs verify` finds network and data again."""
         return {
             "network": self.network,
             "origin": self.origin,
@@ -67,16 +101,41 @@ class Subject:
         }
 
 
-def open_subject(spec: str, samples: int | None = None, *, trust: bool = False) -> Subject:
-    """Resolve a zoo name, a checkpoint file, or package.module:function, in this order.
+def open_subject(
+    spec: str,
+    samples: int | None = None,
+    *,
+    trust: bool = False,
+    network: str | None = None,
+    metric: str | None = None,
+) -> Subject:
+    """Open a zoo name, a checkpoint file, or package.module:function, in this order.
 
-    A file may name a function as its network; that runs code the user did not type, so it takes
-    `trust`.
+    Args:
+        spec: what was typed.
+        samples: how many calibration samples to take; all by default.
+        trust: run the function that a file names. The user did not type that name.
+        network: the function or zoo name that builds a file's network, typed by the user.
+        metric: "score" or "error": what the user's evaluate returns.
     """
+    if metric not in (None, "score", "error"):
+        raise LobsError(f"--metric {metric}: use score (larger is better) or error.")
+    found = _found(spec, samples, trust, network)
+    if metric is None or found.in_zoo:
+        return found
+    return replace(found, larger_is_better=metric == "score")
+
+
+def _found(spec: str, samples: int | None, trust: bool, network: str | None) -> Subject:
+    if Path(spec).is_file() and spec not in zoo.ZOO:
+        return _from_file(spec, samples, trust, network)
+    if network is not None:
+        raise LobsError(
+            f"--network {network} says what a file holds, and '{spec}' is no file. Leave it out, "
+            "or name a file."
+        )
     if spec in zoo.ZOO:
         return _from_zoo(spec, samples)
-    if Path(spec).is_file():
-        return _from_file(spec, samples, trust)
     if ":" in spec:
         return _from_function(spec, samples)
     if spec and Path(spec).is_dir():
@@ -88,17 +147,16 @@ def open_subject(spec: str, samples: int | None = None, *, trust: bool = False) 
 
 
 def require_file(path: Path) -> None:
-    """Refuse the name of a network where a command takes what was saved of one."""
+    """Refuse the name of a network where a command takes a saved file."""
     if not path.exists() and (str(path) in zoo.ZOO or ":" in path.name):
         raise FileError(
             f"'{path}' names a network, and this takes a file: `lobs prune {path} --keep 10% --out "
-            "small.safetensors` "
-            f"writes one."
+            "small.safetensors` writes one."
         )
 
 
 def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = "") -> None:
-    """Refuse to run code that a file names, and not the user, unless told to; `otherwise` is another way out."""
+    """Refuse to run code that a file names and the user did not; `otherwise` is another way out."""
     if network not in zoo.ZOO and not trust:
         raise FileError(
             f"'{path}' names '{network}' as its network. Add --trust to run that code{otherwise}."
@@ -119,25 +177,26 @@ def _from_zoo(name: str, samples: int | None, model: nn.Module | None = None) ->
         batches=sets.load(data, "train").batches(limit=samples),
         evaluate=lambda model: error_rate(model, test),
         metric="test error (%)",
+        larger_is_better=False,
         held_out=test,
         samples=samples,
     )
 
 
-def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
+def _from_file(path: str, samples: int | None, trust: bool, typed: str | None) -> Subject:
     saved = checkpoint.load(path)
-    network = saved.record.get("network")
+    network = typed or saved.record.get("network")
     if not isinstance(network, str):
         raise FileError(
-            f"'{path}' does not say which network it holds; only files written by lobs train and "
-            "lobs prune do. For your own "
-            f"network write a function and name it as package.module:function."
+            f"'{path}' does not say which network it holds. Add --network mycode:network, a "
+            "function that returns (model, batches), or save with result.save(path, "
+            "network='mycode:network'). Files of lobs train and lobs prune say it."
         )
-    require_trust(path, network, trust)
-    in_zoo = network in zoo.ZOO
+    if typed is None:
+        require_trust(path, network, trust)
     base = (
         _from_zoo(network, samples, zoo.fresh(network))
-        if in_zoo
+        if network in zoo.ZOO
         else _from_function(network, samples)
     )
     try:
@@ -147,41 +206,11 @@ def _from_file(path: str, samples: int | None, trust: bool) -> Subject:
         raise FileError(
             f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}"
         ) from error
-    return Subject(
-        path,
-        network,
-        base.title,
-        base.model.eval(),
-        base.batches,
-        base.evaluate,
-        base.metric,
-        base.held_out,
-        samples,
-    )
+    return replace(base, origin=path, model=base.model.eval(), samples=samples)
 
 
 def _from_function(spec: str, samples: int | None) -> Subject:
-    module_name, _, function_name = spec.partition(":")
-    sys.path.insert(
-        0, str(Path.cwd())
-    )  # as `python -m` does, so that a file beside the user is found
-    try:
-        module = importlib.import_module(module_name)
-        if not hasattr(module, function_name):
-            raise LobsError(f"module '{module_name}' has no '{function_name}'.")
-        answer = getattr(module, function_name)()
-    except LobsError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        if isinstance(error, ModuleNotFoundError) and error.name in _with_parents(module_name):
-            raise LobsError(
-                f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it."
-            ) from error
-        raise LobsError(
-            f"'{spec}' raised {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    finally:
-        sys.path.pop(0)
+    answer = _called(spec)
     if (
         not isinstance(answer, tuple)
         or len(answer) not in (2, 3)
@@ -204,19 +233,42 @@ def _from_function(spec: str, samples: int | None) -> Subject:
     )
 
 
+def _called(spec: str) -> Any:
+    """Import package.module, call its function, and return the answer."""
+    module_name, _, function_name = spec.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: a file in this folder is found
+    try:
+        module = importlib.import_module(module_name)
+        if not hasattr(module, function_name):
+            raise LobsError(f"module '{module_name}' has no '{function_name}'.")
+        return getattr(module, function_name)()
+    except LobsError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name in _with_parents(module_name):
+            raise LobsError(
+                f"cannot import '{module_name}': {error}. Run lobs from the folder that holds it."
+            ) from error
+        raise LobsError(
+            f"'{spec}' raised {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    finally:
+        sys.path.pop(0)
+
+
 def _with_parents(module: str) -> set[str]:
-    """a, a.b and a.b.c of a.b.c: what is missing if the module is."""
+    """Return a, a.b and a.b.c for a.b.c: any of them may be the one that is missing."""
     parts = module.split(".")
     return {".".join(parts[: i + 1]) for i in range(len(parts))}
 
 
 def _again(batches: Iterable[Any]) -> Iterable[Any]:
-    """Commands run through the batches several times: a generator is read into a list."""
+    """Read a generator into a list, because commands read the batches several times."""
     return list(batches) if isinstance(batches, Iterator) else batches
 
 
 def limit(batches: Iterable[Any], samples: int) -> list[Any]:
-    """As many whole batches as hold at least `samples` samples."""
+    """Return the first whole batches that together hold at least `samples` samples."""
     taken: list[Any] = []
     seen = 0
     for batch in batches:

@@ -1,4 +1,4 @@
-"""`lobs verify`: does a saved result keep its promises?"""
+"""`lobs verify`: check that a saved result is what its record says."""
 
 from __future__ import annotations
 
@@ -8,103 +8,117 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lobs.cli.common import JsonOption, TrustOption, print_json, say
-from lobs._system.progress import shown
+from lobs.cli.options import DATA, CodeOption, JsonOption, TrustOption, complete_file
+from lobs.cli.output import print_json, say, working
 
 if TYPE_CHECKING:
-    from lobs.storage.checkpoint import Checkpoint
     from lobs.certificate.verify import Finding
+    from lobs.storage.checkpoint import Checkpoint
+
+FileArgument = Annotated[
+    Path,
+    typer.Argument(
+        help="A network saved by lobs prune or PruningResult.save.",
+        metavar="FILE",
+        autocompletion=complete_file,
+    ),
+]
 
 
 def verify(
-    file: Annotated[
-        Path, typer.Argument(help="A network saved by `lobs prune --out` or `PruningResult.save`.")
-    ],
+    file: FileArgument,
     weights: Annotated[
         Path | None,
         typer.Option(
-            help="Weights that came out of this file (safetensors): which zeros did they lose?"
+            help="Weights trained from this file (safetensors): which zeros did they lose?",
+            metavar="FILE",
+            rich_help_panel=DATA,
         ),
     ] = None,
     recompute: Annotated[
-        bool, typer.Option(help="Also recompute every layer's error from the data.")
+        bool,
+        typer.Option(
+            "--recompute/--no-recompute",
+            help="Do not recompute the layers' errors from the data.",
+            rich_help_panel=DATA,
+        ),
     ] = True,
+    code: CodeOption = None,
     trust: TrustOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Check that masks hold, counts are right, and the recorded errors are what the data says; exit code 1 if not.
+    """Check masks, counts and recorded errors of a file; exit code 1 if one is wrong.
 
-    Examples: `lobs verify lobs-demo/lenet300-7pct.safetensors`; `lobs verify pruned.safetensors
-    --weights tuned.safetensors`
+    Examples:
+      lobs verify lenet300-keep7.safetensors
+      lobs verify pruned.safetensors --weights tuned.safetensors
     """
-    from lobs.storage import checkpoint
-    from lobs.cli.subject import require_file
-    from lobs.errors import FileError
-    from lobs.pruning.result import changed_since
     from lobs.certificate.verify import verify_masks
+    from lobs.cli.subject import require_file
+    from lobs.storage import checkpoint
 
     require_file(file)
     saved = checkpoint.load(file)
-    if saved.record.get("shrunk"):
-        raise FileError(
-            f"'{file}' was shrunk: what was removed is gone, and no zeros are left to check. "
-            "Verify what it was made of."
-        )
-    if not saved.masks:
-        raise FileError(
-            f"'{file}' holds no masks, so that there are no zeros to check. Give what `lobs prune "
-            "--out` or PruningResult.save wrote."
-        )
-    findings = verify_masks(saved)
-    skipped = ""
+    _require_zeros(file, saved)
     if weights is not None:
-        findings, skipped = (
-            verify_masks(saved, checkpoint.load(weights).state_dict),
-            "only zeros and counts were checked",
-        )
-    elif recompute and (since := changed_since(saved.record)):
-        skipped = f"errors not recomputed: {since} since they were recorded"
-    elif recompute and "stages" in saved.record:
-        skipped = "errors not recomputed: a network pruned in stages has no record of them"
-    elif recompute and isinstance(saved.record.get("origin"), str):
-        with shown(not json):
-            findings += _recompute(file, saved, trust)
-    elif recompute:
-        skipped = "errors not recomputed: the file does not say where the dense network comes from"
-    good = all(f.holds for f in findings)
+        findings = verify_masks(saved, checkpoint.load(weights).state_dict)
+        skipped = "only zeros and counts were checked"
+    else:
+        findings, skipped = verify_masks(saved), _why_skipped(saved) if recompute else ""
+        if recompute and not skipped:
+            with working(json):
+                findings += _recompute(file, saved, trust, code)
+    good = all(finding.holds for finding in findings)
     if json:
-        print_json(
-            {
-                "file": str(file),
-                "holds": good,
-                "findings": [asdict(f) for f in findings],
-                "skipped": skipped,
-            }
-        )
+        rows = [asdict(finding) for finding in findings]
+        print_json({"file": str(file), "holds": good, "findings": rows, "skipped": skipped})
     else:
         for finding in findings:
             say(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.check}: {finding.detail}")
-        say(
-            skipped
-            if skipped and good
-            else "everything holds"
-            if good
-            else "something does not hold"
-        )
+        verdict = "everything holds" if good else "something does not hold"
+        say(skipped if skipped and good else verdict)
     if not good:
         raise typer.Exit(1)
 
 
-def _recompute(file: Path, saved: Checkpoint, trust: bool) -> list[Finding]:
+def _require_zeros(file: Path, saved: Checkpoint) -> None:
+    from lobs.errors import FileError
+
+    if saved.record.get("shrunk"):
+        raise FileError(
+            f"'{file}' was shrunk: the removed weights are gone, and no zeros are left to check. "
+            "Verify the file it was made from."
+        )
+    if not saved.masks:
+        raise FileError(
+            f"'{file}' holds no masks, so there are no zeros to check. Give a file that `lobs "
+            "prune --out` or PruningResult.save wrote."
+        )
+
+
+def _why_skipped(saved: Checkpoint) -> str:
+    """Return why errors cannot be recomputed; empty where they can."""
+    from lobs.pruning.result import changed_since
+
+    if since := changed_since(saved.record):
+        return f"errors not recomputed: {since} since they were recorded"
+    if "stages" in saved.record:
+        return "errors not recomputed: a network pruned in stages has no record of them"
+    if not isinstance(saved.record.get("origin"), str):
+        return "errors not recomputed: the file does not say where the dense network comes from"
+    return ""
+
+
+def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> list[Finding]:
+    from lobs.certificate.verify import Finding, verify_errors
     from lobs.cli.subject import open_subject, require_trust
     from lobs.storage.run_store import weights_hash
-    from lobs.certificate.verify import Finding, verify_errors
 
     origin = saved.record["origin"]
-    if ":" in origin:  # not the path of a checkpoint, which is asked the same when it is opened
+    if ":" in origin and code != origin:  # a checkpoint's path is asked when it is opened
         require_trust(file, origin, trust, otherwise=", or --no-recompute")
     dense = open_subject(origin, saved.record.get("calibration_limit"), trust=trust)
-    pruned = open_subject(str(file), trust=trust)
+    pruned = open_subject(str(file), trust=trust, network=code)
     expected = saved.record.get("origin_weights")
     same = expected is None or expected == weights_hash(dense.model)
     source = Finding(

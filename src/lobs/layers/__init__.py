@@ -1,4 +1,8 @@
-"""A network's modules seen as matrix problems, and back: one file per kind of layer, `finding` chooses among them."""
+"""View a network's modules as matrix problems, and write solutions back.
+
+There is one file per kind of layer. `discovery` chooses the layers of a network, `hooks` observes
+them, `graph` traces the network, and `operations` lists the steps between layers.
+"""
 
 from __future__ import annotations
 

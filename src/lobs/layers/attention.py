@@ -1,8 +1,7 @@
-"""`nn.MultiheadAttention` as four layers: its query, key, value and output projections.
+"""View `nn.MultiheadAttention` as four layers: query, key, value and output projections.
 
-Each is a linear map with inputs of its own (in cross-attention even a different number of them), so
-each is a layer of its own, whether the three input projections are packed into one parameter, of
-which they are rows, or not.
+Each projection is a linear map with its own inputs. In cross-attention even the number of inputs
+differs. So each projection is one layer, also where three of them are rows of one packed parameter.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import nn
 
 from lobs.layers.attention_forward import ObservedAttention
 from lobs.layers.base import OnInput, OnOutput, Part
-from lobs.layers.linear import LinearLayer
 from lobs.layers.hooks import Undo
+from lobs.layers.linear import LinearLayer
 
 Role: TypeAlias = Literal["q", "k", "v", "out"]
 ROLES: tuple[Role, ...] = ("q", "k", "v", "out")
@@ -24,19 +23,22 @@ ROLES: tuple[Role, ...] = ("q", "k", "v", "out")
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer(LinearLayer):
-    """One projection of an attention; its name is the module's with `q_proj`, `k_proj`, `v_proj` or `out_proj` added."""
+    """View one projection of an attention as a layer.
+
+    Its name is the module's name with `q_proj`, `k_proj`, `v_proj` or `out_proj` added.
+    """
 
     module: nn.MultiheadAttention
     role: Role = "out"
 
     @property
     def prefix(self) -> str:
-        """The module's own name: the layer's without the projection's."""
+        """Return the module's own name: the layer's name without the projection's."""
         return self.name.removesuffix(f"{self.role}_proj")
 
     @property
     def weight_part(self) -> Part:
-        """Rows of the packed weight, or a parameter of its own."""
+        """Return the rows of the packed weight, or the separate parameter."""
         if self.role == "out":
             return Part("out_proj.weight")
         if self.module.in_proj_weight is None:
@@ -45,7 +47,7 @@ class AttentionLayer(LinearLayer):
 
     @property
     def bias_part(self) -> Part:
-        """Rows of the packed bias; it is packed even where weights are not."""
+        """Return the rows of the packed bias, which is packed even where weights are not."""
         return Part("out_proj.bias") if self.role == "out" else self._third("in_proj_bias")
 
     def _third(self, key: str) -> Part:
@@ -59,18 +61,18 @@ class AttentionLayer(LinearLayer):
     def _tap_output(self, callback: OnOutput) -> Undo:
         return self._observe(lambda seen: seen.outputs[self.role], callback)
 
-    def _observe(self, listeners: Callable[[ObservedAttention], list[Any]], callback: Any) -> Undo:
+    def _observe(self, observers: Callable[[ObservedAttention], list[Any]], callback: Any) -> Undo:
         seen = ObservedAttention.of(self.module)
-        listeners(seen).append(callback)
+        observers(seen).append(callback)
 
         def undo() -> None:
-            listeners(seen).remove(callback)
-            seen.leave_if_unheard()
+            observers(seen).remove(callback)
+            seen.remove_if_unused()
 
         return undo
 
 
 def attention_layers(path: str, module: nn.MultiheadAttention) -> list[AttentionLayer]:
-    """The four projections of an attention, in the order in which they run."""
+    """Return the four projections of an attention, in running order."""
     prefix = f"{path}." if path else ""
     return [AttentionLayer(f"{prefix}{role}_proj", module, role=role) for role in ROLES]

@@ -1,8 +1,8 @@
-"""What `nn.MultiheadAttention` computes, step by step, so that each projection's input and output can be seen.
+"""Compute `nn.MultiheadAttention` step by step, so that each projection can be observed.
 
-The module itself calls one function that contains all its projections. While anything observes it,
-`ObservedAttention` stands in the instance's `forward`; it follows torch's rules for masks, hints
-and options, and goes when the last run_log goes.
+The module itself calls one function that contains all its projections. While a layer is observed,
+`ObservedAttention` replaces the instance's `forward`. It follows torch's rules for masks, hints and
+options. It is removed with the last observer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 
 class ObservedAttention:
-    """A stand-in for an attention's `forward` that tells listeners what each projection takes and gives."""
+    """Replace an attention's `forward` by one that calls observers at every projection."""
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
         self.module = module
@@ -25,15 +25,15 @@ class ObservedAttention:
 
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> ObservedAttention:
-        """The stand-in of a module, put there if it has none yet."""
+        """Return the replacement of a module, and install it where there is none yet."""
         found = module.__dict__.get("forward")
         if not isinstance(found, cls):
             found = cls(module)
             module.__dict__["forward"] = found
         return found
 
-    def leave_if_unheard(self) -> None:
-        """Give the module its own `forward` back once nobody listens."""
+    def remove_if_unused(self) -> None:
+        """Restore the module's own `forward` after the last observer has gone."""
         if not any(self.inputs.values()) and not any(self.outputs.values()):
             self.module.__dict__.pop("forward", None)
 
@@ -48,7 +48,7 @@ class ObservedAttention:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`."""
+        """Compute what `nn.MultiheadAttention.forward` computes."""
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is only a hint about attn_mask, and there is none.")
         batched = query.dim() == 3
@@ -56,7 +56,7 @@ class ObservedAttention:
             self._batch_first(self._project(role, x), batched)
             for role, x in zip("qkv", (query, key, value), strict=True)
         )
-        # Torch trusts the hint only where it spares the mask altogether.
+        # Torch uses the hint only where no mask is needed at all.
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(attn_mask, key_padding_mask, q)
         k, v, mask = self._extend(k, v, mask)
@@ -71,11 +71,11 @@ class ObservedAttention:
         return out, weights if batched else weights.squeeze(0)
 
     def _project(self, role: str, x: Tensor) -> Tensor:
-        for listener in list(self.inputs[role]):
-            listener(x)
+        for observer in list(self.inputs[role]):
+            observer(x)
         z = F.linear(x, *self._parameters(role))
-        for listener in list(self.outputs[role]):
-            replaced = listener(z)
+        for observer in list(self.outputs[role]):
+            replaced = observer(z)
             z = z if replaced is None else replaced
         return z
 
@@ -99,11 +99,11 @@ class ObservedAttention:
         return x if self.module.batch_first else x.transpose(0, 1)
 
     def _split(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to (batch, heads, length, width of a head)."""
+        """Reshape (batch, length, width) to (batch, heads, length, width of a head)."""
         return x.reshape(*x.shape[:2], self.module.num_heads, self.module.head_dim).transpose(1, 2)
 
     def _mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one that is added to scores of shape (batch, heads, targets, sources)."""
+        """Combine both masks into one to add to scores (batch, heads, targets, sources)."""
         total: Tensor | None = None
         if attention is not None:
             total = _additive(attention, q.dtype)
@@ -121,7 +121,7 @@ class ObservedAttention:
     def _extend(
         self, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Sources that every target may attend to besides those given: a learned one, and zero."""
+        """Append the sources that every target may attend to: a learned one, and zero."""
         m = self.module
         extra = 0
         if m.bias_k is not None and m.bias_v is not None:
@@ -149,7 +149,7 @@ class ObservedAttention:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask whose True means "look away" as numbers to add to the scores; others are such numbers already."""
+    """Return a mask as numbers to add to the scores; True in a boolean mask becomes −∞."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""Convolutions in one, two and three dimensions, with every stride, padding, padding mode, dilation and group count."""
+"""View convolutions in one, two and three dimensions, with all their options, as layers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from lobs.layers.base import Layer
 
 
 class WindowedLayer(Layer):
-    """A layer whose patches are windows of an image, cut out by `windows`; columns are (channel, kernel position…)."""
+    """View a module whose patches are windows of an image.
+
+    Columns are ordered by channel, then by kernel position.
+    """
 
     module: _ConvNd
     dimensions: ClassVar[int]
 
     @abstractmethod
     def windows(self, x: Tensor) -> Tensor:
-        """All patches of a batch as a view (batch, channels, output position…, kernel position…)."""
+        """Return all patches as (batch, channels, output position…, kernel position…)."""
 
     def check_input(self, x: Tensor) -> None:
-        """A batch or a single image with the right channels."""
+        """Accept a batch or a single image with the right number of channels."""
         n, channels = self.dimensions, self.module.in_channels
         if (
             x.dim() not in (n + 1, n + 2)
@@ -37,18 +40,17 @@ class WindowedLayer(Layer):
             raise CalibrationError(
                 f"layer '{self.name}' takes floating-point inputs of {channels} channels and {n} "
                 f"dimension{'s' if n > 1 else ''}, but was given {x.dtype} of shape "
-                f"{tuple(x.shape)}. In a tuple the input "
-                f"comes first."
+                f"{tuple(x.shape)}. In a tuple the input comes first."
             )
 
     @property
     def groups(self) -> int:
-        """The convolution's groups."""
+        """Return the number of groups of the convolution."""
         return self.module.groups
 
     @property
     def form(self) -> Hashable:
-        """Everything that decides what a patch is."""
+        """Return all settings that decide what a patch is."""
         conv = self.module
         return (
             type(self),
@@ -61,7 +63,7 @@ class WindowedLayer(Layer):
         )
 
     def patches(self, x: Tensor) -> Iterator[Tensor]:
-        """Copy windows out piece by piece: some images at a time, or some lines of one image where it is large."""
+        """Copy windows piece by piece: several images, or several lines of a large image."""
         n, g = self.dimensions, self.groups
         windows = self.windows(x if x.dim() == n + 2 else x.unsqueeze(0))
         batch, channels, high = windows.shape[:3]
@@ -77,7 +79,7 @@ class WindowedLayer(Layer):
                 yield piece.permute(order).reshape(g, -1, self.columns)
 
     def vectors(self, x: Tensor) -> int:
-        """As many as there are windows, counted without making them."""
+        """Count the windows on the meta device, without making them."""
         shape = torch.empty_like(
             x if x.dim() == self.dimensions + 2 else x.unsqueeze(0), device="meta"
         )
@@ -85,17 +87,17 @@ class WindowedLayer(Layer):
         return windows.shape[0] * windows.shape[2 : 2 + self.dimensions].numel()
 
     def by_unit(self, z: Tensor) -> Tensor:
-        """Output units are the channels."""
+        """Sum by channel: output units are the channels."""
         return (
             z.flatten(-self.dimensions).sum(dim=-1).reshape(-1, self.groups, self.rows).sum(dim=0)
         )
 
 
 class ConvolutionLayer(WindowedLayer):
-    """A convolution: windows of the padded image, `stride` apart."""
+    """View a convolution: its patches are strided windows of the padded image."""
 
     def windows(self, x: Tensor) -> Tensor:
-        """Views only, but for padding."""
+        """Return the windows as a view; only padding copies."""
         conv = self.module
         pad = padding(conv)
         if any(pad):
@@ -104,30 +106,30 @@ class ConvolutionLayer(WindowedLayer):
         return slide(x, conv.kernel_size, conv.stride, conv.dilation)
 
     def unfolded(self, weight: Tensor) -> Tensor:
-        """Output channels are in order of groups."""
+        """Reshape; output channels are in order of groups already."""
         return weight.reshape(self.groups, self.rows, self.columns)
 
     def folded(self, matrix: Tensor) -> Tensor:
-        """Output channels are in order of groups."""
+        """Reshape back."""
         return matrix.reshape(self.weight.shape)
 
 
 class Conv1dLayer(ConvolutionLayer):
-    """`nn.Conv1d`."""
+    """View an `nn.Conv1d`."""
 
     module: nn.Conv1d
     dimensions = 1
 
 
 class Conv2dLayer(ConvolutionLayer):
-    """`nn.Conv2d`."""
+    """View an `nn.Conv2d`."""
 
     module: nn.Conv2d
     dimensions = 2
 
 
 class Conv3dLayer(ConvolutionLayer):
-    """`nn.Conv3d`."""
+    """View an `nn.Conv3d`."""
 
     module: nn.Conv3d
     dimensions = 3
@@ -136,7 +138,7 @@ class Conv3dLayer(ConvolutionLayer):
 def slide(
     x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:
-    """Windows of the trailing dimensions as a view (…, output position…, kernel position…)."""
+    """Return windows of the last dimensions as (…, output position…, kernel position…)."""
     first = x.dim() - len(kernel)
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=first):
         x = x.unfold(axis, d * (k - 1) + 1, s)
@@ -145,7 +147,7 @@ def slide(
 
 
 def padding(conv: _ConvNd) -> list[int]:
-    """Padding in F.pad's order, last dimension first."""
+    """Return the padding in the order of `F.pad`: last dimension first."""
     if conv.padding == "valid":
         return [0] * (2 * len(conv.kernel_size))
     if conv.padding == "same":

@@ -1,4 +1,4 @@
-"""Which layers does a network have, which of them are wanted, and which cannot be pruned, and why?"""
+"""Discover a network's layers, choose among them, and say why others cannot be pruned."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ KINDS = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention and tra
 
 
 def as_layer(name: str, module: nn.Module) -> Layer | None:
-    """The layer that a module is, or None where it is none or several; no name stands for the whole network."""
+    """Return a module as a layer; None where it is no layer, or several.
+
+    An empty name stands for the whole network.
+    """
     root, name = name == "", name or "model"
     for plain, view in _VIEWS.items():
         if isinstance(module, plain):
@@ -41,7 +44,10 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
 
 
 def all_layers(model: nn.Module) -> list[Layer]:
-    """Every layer that `lobs` knows, prunable or not, in the order of the module tree; those that share a weight as one."""
+    """Return every layer of a known kind, prunable or not, in the order of the module tree.
+
+    Modules that share a weight are one layer.
+    """
     found: dict[Hashable, Layer] = {}
     inside_attention = {
         id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)
@@ -62,10 +68,18 @@ def all_layers(model: nn.Module) -> list[Layer]:
 def find_layers(
     model: nn.Module, layers: str | Iterable[str] | None = None, skip: str | Iterable[str] = ()
 ) -> list[Layer]:
-    """Prunable layers in the order of the module tree, chosen by name or glob; an empty choice is an error.
+    """Return the prunable layers in the order of the module tree.
 
-    Modules that share a weight are one layer, with the name of the first; it is chosen by any of
-    their names.
+    Modules that share a weight are one layer, with the name of the first. Any of their names
+    chooses it.
+
+    Args:
+        model: any network.
+        layers: names or globs of the wanted layers; all by default.
+        skip: names or globs of layers to leave out.
+
+    Raises:
+        UnsupportedLayerError: no layer is chosen, or a chosen layer cannot be pruned.
     """
     found = all_layers(model)
     names = [name for layer in found for name in layer.names]
@@ -78,9 +92,8 @@ def find_layers(
             f"there is no layer to prune: lobs prunes {KINDS}, less what `skip` names."
         )
     for name, parameter in model.named_parameters():
-        if isinstance(
-            parameter, UninitializedParameter
-        ):  # even of a layer that is left alone: running the network makes it
+        # Running the network creates these, also in a layer that is not chosen.
+        if isinstance(parameter, UninitializedParameter):
             raise UnsupportedLayerError(
                 f"layer '{name.rpartition('.')[0]}': its {name.rpartition('.')[2]} has no shape "
                 "yet; run one batch first."
@@ -91,12 +104,12 @@ def find_layers(
 
 
 def refused_layers(model: nn.Module) -> dict[str, str]:
-    """Layers of a known kind that cannot be pruned, and why."""
+    """Return the layers of a known kind that cannot be pruned, with the reason."""
     return _refused(model, all_layers(model))
 
 
 def uncovered_weights(model: nn.Module) -> dict[str, int]:
-    """Sizes by name of weights that belong to no layer `lobs` knows: embeddings, recurrent layers and the like."""
+    """Return the sizes of weights outside all known kinds of layers, such as embeddings."""
     known = {id(layer.weight_part.parameter(layer.module)) for layer in all_layers(model)}
     rest = [
         (n, p)
@@ -140,12 +153,12 @@ def _refused(model: nn.Module, layers: Iterable[Layer]) -> dict[str, str]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """What identifies a tensor's memory, also where two parameters share it; empty and meta tensors have only themselves."""
+    """Return a key for a tensor's memory; empty and meta tensors have none but their id."""
     return tensor.data_ptr() or id(tensor)
 
 
 def _shared(layer: Layer, owners: dict[int, list[tuple[str, int]]]) -> str:
-    """Who else uses a layer's parameters; empty if nobody but the layers tied to it, through the very same parameter."""
+    """Return why a layer's parameters are not its own; empty where only tied layers use them."""
     views = (layer, *layer.tied)
     for what, parts in (
         ("weight", [v.weight_part for v in views]),
@@ -162,46 +175,64 @@ def _shared(layer: Layer, owners: dict[int, list[tuple[str, int]]]) -> str:
         if not {*users} <= ours:
             return (
                 f"its {what} is shared by {', '.join(name for name, _ in users)}; pruning it for "
-                "one would change the others. "
-                f"Untie them"
+                "one would change the others. Untie them"
             )
     return ""
 
 
 def _unsupported(layer: Layer) -> str:
-    """Why a layer's own kind cannot be pruned, with what to do first; empty if it can."""
+    """Return why a layer cannot be pruned as it is, and the remedy; empty if it can."""
     for view in (layer, *layer.tied):
         module = view.module
         inner = [module, module.out_proj] if isinstance(module, nn.MultiheadAttention) else [module]
         if any(parametrize.is_parametrized(m) for m in inner):
-            return "its weight is parametrised (weight_norm and the like), so writing it would be undone; remove that first"
+            return (
+                "its weight is parametrised (weight_norm and the like), so writing it would be "
+                "undone; remove that first"
+            )
         weight, bias = (part.parameter(module) for part in (view.weight_part, view.bias_part))
         if isinstance(weight, UninitializedParameter):
             return "its weight has no shape yet; run one batch first"
         if not isinstance(weight, nn.Parameter) or not isinstance(bias, nn.Parameter | NoneType):
-            return "its weight or bias is not a parameter (torch.nn.utils.prune, perhaps); make it permanent first (prune.remove)"
+            return (
+                "its weight or bias is not a parameter (torch.nn.utils.prune, perhaps); make it "
+                "permanent first (prune.remove)"
+            )
         if weight.device.type == "meta":
             return "its weight is on the meta device; load weights first"
-        plain = _plain(module)
-        same = all(
-            getattr(type(module), f, None) is getattr(plain, f, None)
-            for f in ("forward", "_conv_forward")
-        )
-        if not same or _overridden(module):
-            return f"{type(module).__name__} computes its output in its own way, not as {plain.__name__} does; use a plain one"
+        if not _has_known_forward(module) or _overridden(module):
+            return (
+                f"{type(module).__name__} computes its output in its own way, not as "
+                f"{_known_class(module).__name__} does; use a plain one"
+            )
     return ""
 
 
 def _overridden(module: nn.Module) -> bool:
-    """Whether somebody else stands where an attention would have to be observed."""
-    mine = module.__dict__.get("forward")
+    """Return whether an attention's `forward` was replaced by other code."""
+    forward = module.__dict__.get("forward")
     return isinstance(module, nn.MultiheadAttention) and not isinstance(
-        mine, ObservedAttention | NoneType
+        forward, ObservedAttention | NoneType
     )
 
 
-def _plain(module: nn.Module) -> type:
-    """The class whose way of computing `lobs` knows."""
+def is_plain_layer(module: nn.Module) -> bool:
+    """Return whether a module is one layer that computes as the class that `lobs` knows."""
+    known = as_layer("", module) is not None and _has_known_forward(module)
+    return known and "forward" not in vars(module)
+
+
+def _has_known_forward(module: nn.Module) -> bool:
+    """Return whether a module's class computes as the class that `lobs` knows."""
+    known = _known_class(module)
+    return all(
+        getattr(type(module), name, None) is getattr(known, name, None)
+        for name in ("forward", "_conv_forward")
+    )
+
+
+def _known_class(module: nn.Module) -> type:
+    """Return the class whose forward pass `lobs` knows and a module inherits."""
     known = (*_VIEWS, nn.MultiheadAttention)
     return (
         next((c for c in known if isinstance(module, c)), None)

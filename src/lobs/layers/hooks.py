@@ -1,32 +1,85 @@
-"""Watching layers without leaving a trace: whatever is put on comes off, also when something raises on the way."""
+"""Place hooks, and remove every hook that was placed, also after an exception.
+
+This is the only file that registers hooks, on modules, on tensors and on optimisers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 Undo = Callable[[], None]
 
 
+class Removable(Protocol):
+    """Describe a placed hook."""
+
+    def remove(self) -> None:
+        """Remove the hook."""
+
+
+def before_forward(
+    module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False
+) -> Removable:
+    """Call `hook(module, args)` before every forward pass of a module.
+
+    Args:
+        module: the module to observe.
+        hook: the function to call. If it returns a value, that replaces the arguments.
+        with_kwargs: call `hook(module, args, kwargs)` instead.
+    """
+    return module.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+
+
+def after_forward(module: nn.Module, hook: Callable[..., Any]) -> Removable:
+    """Call `hook(module, args, output)` after every forward pass; its value replaces the output."""
+    return module.register_forward_hook(hook)
+
+
+def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Removable:
+    """Call `hook(gradient)` when a tensor's gradient is computed; its value replaces it."""
+    handle: Removable = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def before_step(optimizer: Optimizer | None, hook: Callable[..., None]) -> Removable:
+    """Call `hook(optimizer, args, kwargs)` before every step; None stands for all optimisers."""
+    if optimizer is None:
+        return register_optimizer_step_pre_hook(hook)
+    return optimizer.register_step_pre_hook(hook)
+
+
+def after_step(optimizer: Optimizer | None, hook: Callable[..., None]) -> Removable:
+    """Call `hook(optimizer, args, kwargs)` after every step; None stands for all optimisers."""
+    if optimizer is None:
+        return register_optimizer_step_post_hook(hook)
+    return optimizer.register_step_post_hook(hook)
+
+
 class Handle:
-    """Undoes one observation; removing it twice is once."""
+    """Undo one observation; removing it a second time does nothing."""
 
     def __init__(self) -> None:
         self._undo: list[Undo] = []
 
     def remove(self) -> None:
-        """Put everything back, last things first."""
+        """Undo everything, in reverse order."""
         while self._undo:
             self._undo.pop()()
 
     @classmethod
     def of(cls, *starts: Callable[[], Undo]) -> Handle:
-        """Start several things that each say how to undo them; if one fails, those before it are undone."""
+        """Start observations, each of which returns its undo function; if one fails, undo all."""
         handle = cls()
         try:
             for start in (_leave_fast_path, *starts):
@@ -43,7 +96,7 @@ _was_enabled = True
 
 
 def _leave_fast_path() -> Undo:
-    """Keep torch's fused transformer kernels off while anything observes: they compute past the modules."""
+    """Switch torch's fused transformer kernels off while a layer is observed: they skip modules."""
     global _watchers, _was_enabled  # noqa: PLW0603 - torch's own switch is global too
     with _lock:
         if _watchers == 0:
@@ -62,34 +115,12 @@ def _return_to_fast_path() -> None:
 
 
 @contextmanager
-def watching(observations: Iterable[Handle]) -> Iterator[None]:
-    """Observe for as long as the block runs. Give a generator: if one observation fails, those before it come off."""
+def watching(observations: Iterable[Removable]) -> Iterator[None]:
+    """Observe while the block runs.
+
+    Give a generator: if one observation fails to start, those before it are removed.
+    """
     with ExitStack() as stack:
         for handle in observations:
             stack.callback(handle.remove)
         yield
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Undo what this block does to a network's attributes and buffers; lists the modules that it changed, afterwards.
-
-    Tracing runs `forward` on proxies: constants made there become attributes of the network,
-    buffers assigned there proxies.
-    """
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    changed: list[nn.Module] = []
-    try:
-        yield changed
-    finally:
-        for module, own, buffers in before:
-            if not (_same_items(vars(module), own) and _same_items(module._buffers, buffers)):
-                changed.append(module)
-                vars(module).clear()
-                vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-
-
-def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[key] is value for key, value in b.items())

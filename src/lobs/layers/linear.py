@@ -1,4 +1,4 @@
-"""Linear maps of the last dimension: `nn.Linear`, and Hugging Face's `Conv1D`, which is one with its weight transposed."""
+"""View linear maps of the last dimension as layers: `nn.Linear`, and Hugging Face's `Conv1D`."""
 
 from __future__ import annotations
 
@@ -11,71 +11,70 @@ from lobs.layers.base import PIECE_ELEMENTS, PIECE_ROWS, Layer
 
 
 class LinearLayer(Layer):
-    """`nn.Linear`, with inputs of any leading shape."""
+    """View an `nn.Linear`; its inputs may have any leading shape."""
 
     def check_input(self, x: Tensor) -> None:
-        """The last dimension must fit."""
+        """Accept inputs whose last dimension fits."""
         if x.dim() == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
             raise CalibrationError(
                 f"layer '{self.name}' takes floating-point inputs of {self.columns} features, but "
-                "was given "
-                f"{x.dtype} of shape {tuple(x.shape)}. In a tuple the input comes first."
+                f"was given {x.dtype} of shape {tuple(x.shape)}. In a tuple the input comes first."
             )
 
     @property
     def groups(self) -> int:
-        """Always one."""
+        """Return 1."""
         return 1
 
     @property
     def form(self) -> Hashable:
-        """All that map rows of the weight to outputs are alike."""
+        """Return one key for all modules whose weight has a row per output."""
         return "linear"
 
     def unfolded(self, weight: Tensor) -> Tensor:
-        """The weight is the matrix."""
+        """Add the group dimension: the weight is the matrix."""
         return weight.unsqueeze(0)
 
     def folded(self, matrix: Tensor) -> Tensor:
-        """The matrix is the weight."""
+        """Remove the group dimension."""
         return matrix.squeeze(0)
 
     def patches(self, x: Tensor) -> Iterator[Tensor]:
-        """Rows of the input are the patches."""
+        """Yield the rows of the input."""
         flat = x.reshape(-1, self.columns)
         piece = max(1, min(PIECE_ROWS, PIECE_ELEMENTS * 4 // max(1, self.columns)))
         for start in range(0, len(flat), piece):
             yield flat[start : start + piece].unsqueeze(0)
 
     def vectors(self, x: Tensor) -> int:
-        """As many as there are rows."""
+        """Return the number of rows."""
         return x.numel() // max(1, self.columns)
 
     def by_unit(self, z: Tensor) -> Tensor:
-        """Output units are the last dimension."""
+        """Sum all dimensions but the last, which holds the output units."""
         return z.reshape(-1, self.rows).sum(dim=0).unsqueeze(0)
 
 
 class FlippedLinearLayer(LinearLayer):
-    """`transformers.pytorch_utils.Conv1D` of GPT-2 and its kin: inputs along the weight's first dimension."""
+    """View a `transformers.pytorch_utils.Conv1D`, as in GPT-2: an `nn.Linear` transposed."""
 
     @property
     def columns(self) -> int:
-        """Inputs come first in the weight."""
+        """Return the first dimension of the weight."""
         return self.weight.shape[0]
 
     @property
     def rows(self) -> int:
-        """Outputs come second."""
+        """Return the second dimension of the weight."""
         return self.weight.shape[1]
 
     @property
     def form(self) -> Hashable:
-        """Not to be confused with a square Linear."""
+        """Return another key than `nn.Linear`: a square weight must not be mixed up."""
         return "flipped linear"
 
     def unfolded(self, weight: Tensor) -> Tensor:
-        """Transpose."""
+        """Transpose, and add the group dimension."""
         return weight.mT.unsqueeze(0)
 
     def folded(self, matrix: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ class FlippedLinearLayer(LinearLayer):
 
 
 def flipped_linear_class(module: nn.Module) -> type | None:
-    """The `Conv1D` that a module is, found without importing transformers."""
+    """Return the class `Conv1D` of a module, found without importing transformers; else None."""
     classes = [
         c
         for c in type(module).__mro__

@@ -1,12 +1,13 @@
-"""Transposed convolutions as correlations, which makes them matrix problems like any other.
+"""View transposed convolutions as layers, by writing them as correlations.
 
-A transposed convolution adds x[i]·W[k] to output position i·stride + k·dilation − padding. Read
-from the output: position p receives, through kernel position k, the element p + padding −
-k·dilation of the input stretched by `stride` with zeros in between. So its patches are windows, one
-apart, of the stretched input, with kernel positions counted backwards; that is exact for every
-stride, padding, output padding, dilation and group count. An output position meets only every
-stride-th kernel position; the other entries of its patch are zeros, and are multiplied as such,
-which costs time but no exactness.
+A transposed convolution adds x[i]·W[k] to output position i·stride + k·dilation − padding. Seen
+from the output, position p receives one element through kernel position k. It is element
+p + padding − k·dilation of the input, stretched by `stride` with zeros in between.
+
+So the patches are windows of the stretched input, with stride 1 and reversed kernel positions.
+That is exact for every stride, padding, output padding, dilation and group count. An output
+position meets only every stride-th kernel position. The other entries of its patch are zeros.
+Multiplying by them costs time, but no exactness.
 """
 
 from __future__ import annotations
@@ -24,31 +25,34 @@ from lobs.layers.convolution import WindowedLayer, slide
 
 
 class TransposedConvolutionLayer(WindowedLayer):
-    """A transposed convolution; its weight is laid out (input channels, output channels of one group, kernel…)."""
+    """View a transposed convolution.
+
+    Its weight has shape (input channels, output channels of one group, kernel…).
+    """
 
     module: _ConvTransposeNd
 
     @property
     def columns(self) -> int:
-        """Input channels of one group times kernel positions."""
+        """Return input channels of one group times kernel positions."""
         return self.weight[:, 0].numel() // self.groups
 
     @property
     def rows(self) -> int:
-        """Output channels of one group."""
+        """Return the number of output channels of one group."""
         return self.weight.shape[1]
 
     @property
     def uses_per_patch(self) -> float:
-        """A kernel position meets every stride-th output position of each dimension (but for what padding crops)."""
+        """Return one over the strides: a kernel position meets every stride-th output position."""
         return 1.0 / math.prod(self.module.stride)
 
     def unfolded(self, weight: Tensor) -> Tensor:
-        """Input channels are in order of groups."""
+        """Bring output channels to the front; input channels are in order of groups."""
         return self._by_group(weight).transpose(1, 2).flatten(2)
 
     def folded(self, matrix: Tensor) -> Tensor:
-        """Input channels are in order of groups."""
+        """Bring input channels back to the front."""
         shape = self._by_group(self.weight).shape
         return (
             matrix.reshape(self.groups, self.rows, shape[1], *shape[3:])
@@ -60,7 +64,7 @@ class TransposedConvolutionLayer(WindowedLayer):
         return weight.reshape(self.groups, -1, *weight.shape[1:])
 
     def windows(self, x: Tensor) -> Tensor:
-        """Stretch, pad (or crop, where padding says so), slide, and count kernel positions backwards."""
+        """Stretch, pad or crop, slide, and reverse the kernel positions."""
         conv = self.module
         n = self.dimensions
         size = [(length - 1) * s + 1 for length, s in zip(x.shape[-n:], conv.stride, strict=True)]
@@ -84,14 +88,14 @@ class TransposedConvolutionLayer(WindowedLayer):
         return margins
 
     def called_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Refuse a call that overrides the module's own output padding: patches could not know."""
+        """Refuse a call that overrides the module's own output padding."""
         x = super().called_with(args, kwargs)
         asked = args[1] if len(args) > 1 else kwargs.get("output_size")
         if asked is not None and tuple(asked)[-self.dimensions :] != self._output_size(x):
             raise CalibrationError(
                 f"layer '{self.name}' was called with output_size={tuple(asked)}, but its own "
-                "output_padding gives "
-                f"{self._output_size(x)}. Set output_padding on the module, or skip the layer."
+                f"output_padding gives {self._output_size(x)}. Set output_padding on the module, "
+                "or skip the layer."
             )
         return x
 
@@ -114,21 +118,21 @@ class TransposedConvolutionLayer(WindowedLayer):
 
 
 class ConvTranspose1dLayer(TransposedConvolutionLayer):
-    """`nn.ConvTranspose1d`."""
+    """View an `nn.ConvTranspose1d`."""
 
     module: nn.ConvTranspose1d
     dimensions = 1
 
 
 class ConvTranspose2dLayer(TransposedConvolutionLayer):
-    """`nn.ConvTranspose2d`."""
+    """View an `nn.ConvTranspose2d`."""
 
     module: nn.ConvTranspose2d
     dimensions = 2
 
 
 class ConvTranspose3dLayer(TransposedConvolutionLayer):
-    """`nn.ConvTranspose3d`."""
+    """View an `nn.ConvTranspose3d`."""
 
     module: nn.ConvTranspose3d
     dimensions = 3

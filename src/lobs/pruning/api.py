@@ -129,11 +129,23 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     with (
         warning_once(),
         limited(limit, taken),
-        shown(progress and group.leads),
+        shown(progress and group.leads, steps=_steps(asked), layers=_costs(asked)),
         use_group(group),
         recorded_run(asked.execution.log if group.leads else None) as log,
     ):
         yield log
+
+
+def _steps(asked: Options) -> list[str]:
+    """Return the steps of the run in the words that the progress display shows."""
+    rounds = ["allocate", "prune"] * asked.rounds if asked.shared else ["prune"]
+    refit = ["refit"] if asked.refit == "network" else []
+    return ["calibrate", *rounds, *refit, "measure"]
+
+
+def _costs(asked: Options) -> dict[str, float]:
+    """Return about how dear each layer is, in multiply-adds of one pass over its moment."""
+    return {layer.name: layer.weight.numel() * float(layer.columns) for layer in asked.layers}
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
-from lobs.calibration.batches import told
+from lobs.calibration.batches import user_code
 from lobs.calibration.forward import evaluating
 from lobs.errors import LobsError, caution
 from lobs.pruning.run import Run, start_run
@@ -105,7 +105,7 @@ def _score(evaluate: Evaluate, model: nn.Module, run_store: RunStore, key: str) 
     with process_group().raise_together():
         if process_group().leads:
             with (
-                told("evaluate"),
+                user_code("evaluate"),
                 evaluating(model),
             ):  # a function that forgets eval mode would train batch norms
                 value = evaluate(model)

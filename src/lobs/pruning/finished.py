@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lobs.calibration.comparison import LayerDistance
 from lobs.layers import Layer
-from lobs.pruning.result import Histogram, LayerResult
+from lobs.pruning.result import LayerResult
+from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
 
 Packed: TypeAlias = tuple[dict[str, Tensor], Any]

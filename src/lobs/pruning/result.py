@@ -1,30 +1,39 @@
-"""What `prune` gives back: the network, its masks, a row per layer, a certificate."""
+"""The result of `prune`: the network, its masks, a row per layer, a certificate."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from lobs.calibration.batch_norm import BatchNormEffect
-from lobs.calibration.layer_problem import Histogram as Histogram
 from lobs.certificate.bound import Certificate, refuse
 from lobs.errors import FileError
 from lobs.pruning.preview import BudgetPreview
+from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
 from lobs.storage import checkpoint
+from lobs.storage.outputs import ONNX, PAGE, PROGRAM, SAFETENSORS, output_path
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from lobs.deploy.accelerate import Acceleration
+    from lobs.deploy.export import OnnxFile
+    from lobs.storage.compact import CompactFile
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One line of the result. `error` is E, `relative_error` √E over the norm of the dense output.
+    """One layer's row of the result.
 
-    `parameters` says which of the state dict's tensors are the layer's, and which of their rows:
-    from, up to.
+    `error` is E. `relative_error` is √E over the norm of the dense output. `parameters` names the
+    layer's tensors in the state dict, each with its first row and the row after its last.
     """
 
     name: str
@@ -47,10 +56,9 @@ class LayerResult:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PruningRecord:
-    """What is known about a pruning, without its tensors: a row per layer, the certificate, settings, the budget preview.
+    """Everything known about a pruning, without its tensors.
 
-    `preview` says what other budgets would have asked of the layers, where one budget was shared
-    out among them.
+    `preview` shows the layers under other budgets, where one budget was shared among them.
     """
 
     layers: tuple[LayerResult, ...]
@@ -60,16 +68,22 @@ class PruningRecord:
     batch_norm: BatchNormEffect | None = None
     preview: BudgetPreview | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds
-    peak_bytes: int | None = None  # the most memory the process ever had resident
+    peak_bytes: int | None = None  # largest resident memory of the process
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(kept {self.kept:,} of {self.total:,} weights, "
+            f"{len(self.layers)} layers, {self.seconds:.1f} s)"
+        )
 
     @property
     def kept(self) -> int:
-        """Weights left in the layers that were considered."""
+        """Weights kept in the layers that were pruned."""
         return sum(layer.kept for layer in self.layers)
 
     @property
     def total(self) -> int:
-        """Weights there were."""
+        """Weights of those layers before pruning."""
         return sum(layer.total for layer in self.layers)
 
     @property
@@ -83,7 +97,7 @@ class PruningRecord:
         return sum(layer.error for layer in self.layers)
 
     def record(self) -> dict[str, Any]:
-        """The result without tensors, ready for JSON."""
+        """Return the result without tensors, ready for JSON."""
         rows = [{**asdict(layer), "kept_fraction": layer.kept_fraction} for layer in self.layers]
         return {
             "kept": self.kept,
@@ -100,31 +114,32 @@ class PruningRecord:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], where: str = "the file") -> PruningRecord:
-        """Read back what `PruningResult.save` wrote; what no longer holds, because weights have changed since, is left out."""
+        """Read the record of a file that `PruningResult.save` wrote.
+
+        If the weights have changed since, certificate and preview no longer hold and are left out.
+
+        Args:
+            record: `Checkpoint.record` of the file.
+            where: the file's name, for error messages.
+        """
         if "layers" not in record:
             raise FileError(
-                f"{where} holds no record of a pruning by layer; only what `lobs prune` or "
-                "`PruningResult.save` wrote does."
+                f"{where} has no record of a pruning by layer: give a file that `lobs prune` or "
+                "`PruningResult.save` wrote."
             )
         since = changed_since(record)
         try:
-            rows, norms, preview = (
-                record["layers"],
-                record.get("batch_norm"),
-                None if since else record.get("preview"),
-            )
+            rows, norms = record["layers"], record.get("batch_norm")
+            preview = None if since else record.get("preview")
             certificate = Certificate(**record["certificate"])
-            told = (
-                {"since then": f"{since}; layer errors are those right after pruning"}
-                if since
-                else {}
-            )
+            settings = dict(record.get("settings", {}))
+            if since:
+                certificate = refuse(f"{since} after pruning; lobs.certify measures again")
+                settings["since then"] = f"{since}; layer errors are those right after pruning"
             return PruningRecord(
                 layers=tuple(_layer(row) for row in rows),
-                certificate=refuse(f"{since} after it was pruned; lobs.certify measures anew")
-                if since
-                else certificate,
-                settings={**record.get("settings", {}), **told},
+                certificate=certificate,
+                settings=settings,
                 seconds=float(record.get("seconds", 0.0)),
                 batch_norm=None if norms is None else BatchNormEffect(**norms),
                 preview=None if preview is None else BudgetPreview.from_record(preview),
@@ -133,12 +148,12 @@ class PruningRecord:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(
-                f"{where} holds no record of a pruning that can be read: {error!r}."
+                f"{where} has a damaged record of a pruning: {error!r}. Write the file again."
             ) from error
 
 
 def changed_since(record: Mapping[str, Any]) -> str:
-    """What has happened to a network's weights since its errors were recorded; empty where nothing has."""
+    """Return what changed the weights after their errors were recorded, or an empty string."""
     if "retraining" in record:
         return "the network was retrained"
     return f"values were rounded to {record['values']}" if "values" in record else ""
@@ -148,75 +163,128 @@ def changed_since(record: Mapping[str, Any]) -> str:
 class PruningResult(PruningRecord):
     """A pruned network and everything known about it.
 
-    `masks` holds, by parameter name, True where a weight was kept. `solutions` holds the solver's
-    answer per layer, or what became of it where all weights were moved together in the end: then
-    errors are distances measured in the network. Error curve included; where memory was limited
-    only its numbers.
+    `masks` has, by parameter name, True where a weight was kept. `solutions` has each layer's
+    solution with its error curve. After a joint refit it has the refitted weights, and errors are
+    distances measured in the network. With a memory limit it has numbers only.
     """
 
     model: nn.Module
     masks: dict[str, Tensor]
-    solutions: dict[str, Solution] = field(repr=False)
-
-    def __repr__(self) -> str:
-        return f"Pruning\n{self.summary()}"
+    solutions: dict[str, Solution]
 
     def summary(self) -> str:
-        """A table for people, in plain text."""
-        width = max([len(layer.name) for layer in self.layers] + [5])
-        lines = [
-            f"{'layer':<{width}}  {'shape':>16}  {'kept':>17}  {'rel. error':>10}  {'damping':>9}  "
-            f"{'seconds':>8}"
-        ]
-        for x in self.layers:
-            shape = "×".join(map(str, x.shape))
-            kept = f"{x.kept:,} ({x.kept_fraction:.1%})"
-            lines.append(
-                f"{x.name:<{width}}  {shape:>16}  {kept:>17}  {x.relative_error:>10.4f}  "
-                f"{x.damping:>9.1e}  {x.seconds:>8.2f}"
-            )
-        lines.append(f"kept {self.kept:,} of {self.total:,} weights ({self.kept_fraction:.2%})")
-        lines.append(
-            f"{self.certificate} (root mean square over {self.settings.get('samples', '?')} "
-            "calibration samples)"
-        )
-        if self.batch_norm is not None:
-            lines.append(str(self.batch_norm))
-        if "compensation" in self.settings:
-            lines.append(f"compensated {self.settings['compensation']}")
-        if "trials" in self.settings:
-            tried = sorted(self.settings["trials"], key=lambda trial: -int(trial["kept"]))
-            lines.append(
-                "trials: "
-                + "; ".join(
-                    f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried
-                )
-            )
-        if "evaluate" in self.settings:
-            lines.append(f"evaluate was {self.settings['evaluate']}")
-        if self.phases:
-            spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
-            peak = (
-                ""
-                if self.peak_bytes is None
-                else f"; at most {self.peak_bytes / 1e6:,.0f} MB of memory"
-            )
-            lines.append(f"{self.seconds:.1f} seconds ({spent}){peak}")
-        empty = [x.name for x in self.layers if x.total and not x.kept]
-        if empty:
-            names = ", ".join(f"'{name}'" for name in empty)
-            lines.append(
-                f"nothing is left of {names}: the target may ask too much of a small layer"
-            )
-        return "\n".join(lines)
+        """Return plain text: the gain, a table of layers, the change of the output."""
+        from lobs.pruning.summary import plain_text
 
-    def save(self, path: str | os.PathLike[str], **extra: Any) -> Path:
-        """Write weights, masks and the record to a safetensors file; `extra` joins the record."""
+        return plain_text(self)
+
+    def _repr_html_(self) -> str:
+        from lobs.pruning.summary import html_table
+
+        return html_table(self)
+
+    def save(self, path: str | os.PathLike[str], network: str | None = None, **extra: Any) -> Path:
+        """Write weights, masks and the record to a safetensors file; return its path.
+
+        Args:
+            path: the file to write.
+            network: where the network's code is, such as "mycode:network": a function that takes
+                no arguments and returns (model, batches) or (model, batches, evaluate). With it
+                the shell can evaluate, bench and export the file.
+            **extra: more entries of the record; anything that JSON can hold.
+        """
+        more = dict(extra) if network is None else {"network": _checked_network(network), **extra}
         preview = {} if self.preview is None else {"preview": asdict(self.preview)}
-        return checkpoint.save(path, self.model, self.masks, {**self.record(), **preview, **extra})
+        return checkpoint.save(self.model, path, self.masks, {**self.record(), **preview, **more})
+
+    def export(
+        self, path: str | os.PathLike[str], example: Any = None, **options: Any
+    ) -> OnnxFile | ExportedProgram | CompactFile:
+        """Write the network for other programs, in the format of the path's extension.
+
+        `.onnx` is an ONNX file and `.pt2` a `torch.export` program; both need `example`.
+        `.safetensors` is a compact file without the zeros, which `lobs.load` reads.
+
+        Args:
+            path: the file to write.
+            example: a batch, as for `lobs.export_onnx`.
+            **options: passed on to `lobs.export_onnx`, `lobs.deploy.export_program` or
+                `lobs.storage.save_compact`.
+        """
+        extension = Path(path).suffix.lower()
+        if extension not in (ONNX, PROGRAM, SAFETENSORS):
+            raise FileError(
+                f"'{path}' must end in {ONNX}, {PROGRAM} or {SAFETENSORS}, which name the format."
+            )
+        if extension == SAFETENSORS:
+            return checkpoint.save_compact(self.model, path, self.masks, self.record(), **options)
+        if example is None:
+            line = f"result.export({os.fspath(path)!r}, example)"
+            raise FileError(f"'{path}' needs a batch to follow the network with: write {line}.")
+        from lobs.deploy.export import export_onnx, export_program
+
+        write = export_onnx if extension == ONNX else export_program
+        return write(self.model, path, example, **options)
+
+    def accelerate(self, example: Any, **options: Any) -> Acceleration:
+        """Return a copy with every layer in its fastest implementation for a batch like `example`.
+
+        Args:
+            example: a batch, as for `lobs.accelerate`.
+            **options: passed on to `lobs.accelerate`.
+        """
+        from lobs.deploy.accelerate import accelerate
+
+        return accelerate(self.model, example, **options)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dense: nn.Module | None = None,
+        example: Any = None,
+        error_before: float | None = None,
+        error_after: float | None = None,
+        title: str = "Pruned network",
+    ) -> Path:
+        """Write a web page about the result, readable without a network; return its path.
+
+        Args:
+            path: the file to write; it must end in `.html`.
+            dense: the network before pruning, for pictures of its weights.
+            example: a batch of inputs, for pictures.
+            error_before: the dense network's test error in per cent, if known.
+            error_after: the pruned network's.
+            title: the page's heading.
+        """
+        from lobs.report import Run, write_report
+
+        target = output_path(path, PAGE)
+        asked = self.settings.get("target", "keep=…")
+        run = Run(
+            label="pruned",
+            pruning=self,
+            error_before=error_before,
+            error_after=error_after,
+            dense=dense,
+            example=example,
+        )
+        command = f"lobs.prune(model, batches, lobs.{asked})"
+        return write_report(path=target, runs=[run], title=title, command=command)
+
+
+def _checked_network(network: str) -> str:
+    """Return the name of a network's code; refuse what cannot be one."""
+    named = isinstance(network, str) and re.fullmatch(r"[\w.-]+(:\w+)?", network)
+    if not named or any(not part for part in network.partition(":")[0].split(".")):
+        raise FileError(
+            f"network is {network!r}: name the function that makes it, such as 'mycode:network'."
+        )
+    return network
 
 
 def _layer(row: Mapping[str, Any]) -> LayerResult:
+    """Read one row of a record."""
     known = {item.name for item in fields(LayerResult)}
     values = {key: value for key, value in row.items() if key in known}
     histogram = values.get("sensitivity")

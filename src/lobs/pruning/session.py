@@ -54,6 +54,19 @@ class Session:
     _losses: dict[str, RowLosses] = field(default_factory=dict)
     _sharing: tuple[Sparsity | Budget, Mapping[str, float] | None] | None = None
 
+    def with_options(self, options: Options) -> Session:
+        """Return a session for another target that shares this one's moments and error curves.
+
+        Its runs are not stored: they would be confused with this session's.
+        """
+        other = Session(self.model, self.batches, options, pass_bytes=self.pass_bytes)
+        other.calibration = self.calibration
+        if options.shared:
+            if not self._losses:
+                self._measure_curves()
+            other.influence, other._losses = self.influence, self._losses
+        return other
+
     @property
     def layers(self) -> tuple[Layer, ...]:
         """Return the layers to prune."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from lobs.report.words import number, short_names
 
 if TYPE_CHECKING:
-    from lobs.report import Run
     from lobs.pruning.result import LayerResult
+    from lobs.report import Run
 
 Figure = dict[str, Any]
 

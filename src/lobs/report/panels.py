@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lobs.pruning.preview import BudgetPreview
+from lobs.pruning.result import PruningResult
 from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive, shown
 from lobs.report.words import number, percent
-from lobs.pruning.result import Histogram, PruningResult
+from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from lobs.calibration.forward import call, evaluating
 from lobs.errors import LobsError
 from lobs.layers import Handle, Layer, find_layers
 from lobs.report.figures import shown
-from lobs.calibration.forward import call, evaluating
 
 if TYPE_CHECKING:
-    from lobs.report import Run
     from lobs.pruning.result import LayerResult
+    from lobs.report import Run
 
 LARGEST = 112  # larger pictures are averaged down to this
 _TILES, _CHANNELS = 192, 12

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 import torch
 
-import lobs
+from lobs import __version__
 from lobs.report.words import fixed, number, percent
 
 if TYPE_CHECKING:
-    from lobs.report import Run
     from lobs.pruning.result import LayerResult
+    from lobs.report import Run
 
 
 class Column(NamedTuple):
@@ -111,7 +111,7 @@ def trials(run: Run) -> list[list[str]]:
 def environment() -> dict[str, str]:
     """What the numbers may depend on, and nothing that tells whose machine it was."""
     return {
-        "lobs": lobs.__version__,
+        "lobs": __version__,
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "python": platform.python_version(),

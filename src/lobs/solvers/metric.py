@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lobs.errors import ProblemError, caution
+from lobs.errors import ProblemError, caution, note_layer
 from lobs.solvers import linalg
 
 # A column with a smaller independent share is noise: moments are sums of float32 products.
@@ -155,10 +155,7 @@ def metrics(
     if regularised:
         worst = max(regularised, key=lambda g: chosen[g].damping)
         where = f" in {len(regularised)} of {len(psi)} groups" if len(psi) > 1 else ""
-        caution(
-            _singular_message(psi[worst], chosen[worst].damping, name, samples, where),
-            f"{name} is singular",
-        )
+        _note(psi[worst], chosen[worst].damping, name, samples, where)
     return chosen
 
 
@@ -215,20 +212,24 @@ def _try(psi: Tensor, damping: Sequence[float]) -> list[Metric | None]:
     return [Metric(g, s, lam, known_inverse=a) if ok else None for g, a, s, lam, ok in each]
 
 
-def _singular_message(
-    psi: Tensor, damping: float, name: str, samples: int | None, where: str
-) -> str:
+def _note(psi: Tensor, damping: float, name: str, samples: int | None, where: str) -> None:
+    """Note that a layer's moment was regularised."""
     d = len(psi)
-    # The rank is for the message only: not worth an eigendecomposition of a large matrix.
-    known = f"rank {linalg.rank(psi)} of {d}" if d <= 1024 else f"{d} columns"
+    # The rank is only for the message: not worth an eigendecomposition of a large matrix.
+    rank = linalg.rank(psi) if d <= 1024 else None
+    known = f"{d} columns" if rank is None else f"rank {rank} of {d}"
     seen = "" if samples is None else f"; {samples} samples"
-    few = samples is not None and samples < d
-    if few:
+    if samples is not None and samples < d:
+        kind, detail = "few samples", f"{samples} samples for {d} inputs"
         advice = "With so few samples the layer's error says little about new data: use more."
     else:
+        kind = "regularised"
+        idle = f"some of {d}" if rank is None or rank == d else f"{d - rank} of {d}"
+        detail = f"{idle} inputs are dead or duplicated"
         advice = (
             "Normal where inputs are dead or duplicated; otherwise use more data, or set damping "
             "yourself."
         )
     singular = f"its input moment Ψ is singular{where} ({known}{seen})"
-    return f"{name}: {singular}, so λ = {damping:.2e} was added to the diagonal. {advice}"
+    text = f"{name}: {singular}, so λ = {damping:.2e} was added to the diagonal. {advice}"
+    note_layer(kind, name.removeprefix("layer ").strip("'"), detail, text)

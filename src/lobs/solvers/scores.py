@@ -6,6 +6,8 @@ units of E.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -69,3 +71,16 @@ def obs(weight: Tensor, metric: Metric) -> Tensor:
     The paper prints half of it; the order is the same.
     """
     return metric.scaled(weight).square() / metric.inverse.diagonal()
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Count the weights whose sensitivity falls into each step of log₁₀.
+
+    `edges` are the limits of the steps. `zeros` counts the weights of sensitivity 0, which have no
+    logarithm.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    zeros: int

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, never half of either."""
+"""Write files atomically: a crash leaves the old file or the new one, never half of either."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from lobs.errors import FileError
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; it takes the name only when the block has ended well and the bytes are on disk.
+    """Yield a temporary path beside `path`, which is renamed to `path` when the block succeeds.
 
-    Errors of the operating system, in the block too, become one `FileError`.
+    The bytes are on disk before the rename. Errors of the operating system become one `FileError`,
+    also those raised in the block.
     """
     target, partial = Path(path), None
     try:
@@ -35,7 +36,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def make_folder(path: str | os.PathLike[str]) -> Path:
-    """A folder to write into, made where it is missing, with a clear error where it cannot be."""
+    """Make a folder with its parents if it is missing; return it, or raise `FileError`."""
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,8 +46,8 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def _sync(path: Path) -> None:
-    """Ask for a file's bytes, or a folder's names, to be on disk."""
-    if path.is_dir() and os.name == "nt":  # Windows opens no folders, and orders renames itself
+    """Force a file's bytes, or a folder's entries, to disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open folders; it orders renames itself
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:

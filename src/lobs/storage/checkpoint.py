@@ -1,14 +1,13 @@
-"""Files: a state dict in safetensors, with masks and what was done to it in the header.
+"""Save and load state dicts as safetensors, with masks and a record in the header.
 
 Any safetensors reader can load the weights into a plain `load_state_dict`: masks are not extra
-tensors. A mask is the pattern of non-zeros, plus the few kept weights that happen to be exactly
-zero, which the header lists. Nothing is ever unpickled.
+tensors. A mask is the pattern of non-zeros, plus the kept weights that are exactly zero. The header
+lists those. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import base64
-import codecs
 import json
 import os
 import zlib
@@ -24,34 +23,65 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lobs.storage.compact import FORMAT as COMPACT
-from lobs.storage.compact import CompactFile, Values, read_compact, write_compact
 from lobs.errors import FileError
 from lobs.storage.atomic import atomic_write
+from lobs.storage.compact import FORMAT as COMPACT
+from lobs.storage.compact import CompactFile, Values, read_compact, write_compact
+from lobs.storage.foreign import describe
+from lobs.storage.outputs import check_order, output_path
 
 FORMAT = "lobs.storage.checkpoint"
 VERSION = 1
+_DAMAGE = (
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    zlib.error,
+    RecursionError,
+    OverflowError,
+)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
-    """What a file holds: the weights, the masks (True = kept) by parameter name, and the record of how they came about."""
+    """Hold what a file contains.
+
+    `state_dict` has the weights. `masks` has, by parameter name, True where a weight is kept.
+    `record` says how the weights came about.
+    """
 
     state_dict: dict[str, Tensor]
     masks: dict[str, Tensor]
     record: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        numbers = sum(tensor.numel() for tensor in self.state_dict.values())
+        known = f", record of {', '.join(self.record)}" if self.record else ""
+        return (
+            f"Checkpoint({len(self.state_dict)} tensors with {numbers:,} numbers, "
+            f"{len(self.masks)} masks{known})"
+        )
+
 
 def save(
-    path: str | os.PathLike[str],
     model: nn.Module | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
     masks: Mapping[str, Tensor] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write weights, masks and a JSON-able record to one safetensors file, atomically.
+    """Write weights, masks and a record to one safetensors file, atomically; return its path.
 
-    Refuses masks that the weights do not obey: a file never claims zeros that are not there.
+    Masks that the weights do not obey are refused: a file never claims zeros that are not there.
+
+    Args:
+        model: the network, or its state dict.
+        path: the file to write; its folder must exist. The usual extension is `.safetensors`.
+        masks: True = kept, by parameter name.
+        record: how the weights came about; anything that JSON can hold.
     """
+    check_order(model, path, "lobs.save(model, {path})")
+    target = output_path(path)
     tensors = _tensors(model)
     packed = {
         name: _pack(tensors[name], mask) for name, mask in _checked_masks(tensors, masks).items()
@@ -62,43 +92,54 @@ def save(
         "masks": json.dumps(packed),
         "record": json.dumps(dict(record or {})),
     }
-    # safetensors refuses shared storage; tied parameters are written once each.
+    # safetensors refuses shared storage, so tied parameters are written once each.
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
     unique = {
         name: t.clone() if owners[t.untyped_storage().data_ptr()] > 1 else t
         for name, t in tensors.items()
     }
-    with atomic_write(path) as partial:
+    with atomic_write(target) as partial:
         try:
             save_file(unique, str(partial), metadata=header)
         except safetensors.SafetensorError as error:
-            raise FileError(f"cannot write '{path}': {error}.") from error
-    return Path(path)
+            raise FileError(f"cannot write '{target}': {error}.") from error
+    return target
 
 
 def save_compact(
-    path: str | os.PathLike[str],
     model: nn.Module | Mapping[str, Tensor],
+    path: str | os.PathLike[str],
     masks: Mapping[str, Tensor] | None = None,
     record: Mapping[str, Any] | None = None,
     *,
     values: Values = "same",
 ) -> CompactFile:
-    """Write what `save` writes without the zeros: each tensor in the cheapest of three codes, atomically.
+    """Write what `save` writes, but without the zeros, atomically; return the file's sizes.
 
-    `load` gives back the same bits. With `values="float16"` or `"int8"` (a scale per output
-    channel) the kept values of masked tensors are rounded; `CompactFile.tensors` says by how much
-    at most.
+    Each tensor is stored in the cheapest of three codes. `load` gives back the same bits.
+
+    Args:
+        model: the network, or its state dict.
+        path: the file to write; its folder must exist. The usual extension is `.safetensors`.
+        masks: True = kept, by parameter name.
+        record: how the weights came about; anything that JSON can hold.
+        values: "same" keeps every bit. "float16" and "int8" (one scale per output channel) round
+            the kept values of masked tensors. `CompactFile.tensors` has the largest error of each.
     """
+    check_order(model, path, "lobs.storage.save_compact(model, {path})")
+    target = output_path(path)
     tensors = _tensors(model)
-    told = {} if values == "same" else {"values": values}
+    rounding = {} if values == "same" else {"values": values}
     return write_compact(
-        path, tensors, _checked_masks(tensors, masks), {**(record or {}), **told}, values
+        target, tensors, _checked_masks(tensors, masks), {**(record or {}), **rounding}, values
     )
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a file written by `save` or `save_compact`, or any safetensors file (then without masks and record)."""
+    """Read a file that `save` or `save_compact` wrote, or any other safetensors file.
+
+    Files of other programs come back without masks and record.
+    """
     source = Path(path)
     if source.is_dir():
         raise FileError(f"'{source}' is a folder: name a safetensors file in it.")
@@ -110,7 +151,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         state = load_file(str(source))
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise FileError(
-            f"'{source}' is not a readable safetensors file: {_instead(source, error)}"
+            f"'{source}' is not a readable safetensors file: {describe(source, error)}"
         ) from error
     if header.get("format") == COMPACT:
         return Checkpoint(*read_compact(source, header, state))
@@ -131,15 +172,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         if not isinstance(record, dict):
             raise TypeError("the record is not a mapping")
         masks = {name: _unpack(state[name], entry) for name, entry in packed.items()}
-    except (
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        zlib.error,
-        RecursionError,
-        OverflowError,
-    ) as error:
+    except _DAMAGE as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise FileError(
             f"'{source}' is damaged: {what}. Copy it again, or write it anew."
@@ -147,48 +180,16 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(state, masks, record)
 
 
-def _instead(source: Path, error: Exception) -> str:
-    """What a file is that is no safetensors file, and what to do about it, by its first bytes."""
-    try:
-        with source.open("rb") as file:
-            head = file.read(60)
-    except OSError as refused:
-        return f"{refused.strerror}. Who may read it?"
-    if not head:
-        return "it is empty (0 bytes). Write or fetch it again."
-    pickled = (
-        head[0] == 0x80 and head[1:2] <= b"\5" and head[8:9] != b"{"
-    )  # there the header of a damaged file begins
-    if pickled or head.startswith(b"PK\3\4"):
-        what = "a pickle" if pickled else "a zip archive, as torch.save writes"
-        return (
-            f"it is {what}, and lobs unpickles nothing. Load it in a function of yours and name "
-            "that as "
-            "package.module:function, or write its weights with "
-            f"lobs.save('{source.stem}.safetensors', state_dict)."
-        )
-    if (line := _first_line(head)) is not None:
-        return f"it is text that begins '{line}'. Give what `lobs prune --out` wrote."
-    return f"{error}. It is of another kind, or damaged: give what `lobs prune --out` wrote, or write or fetch it again."
-
-
-def _first_line(head: bytes) -> str | None:
-    """The first line of a text by its first bytes; None of what is no text."""
-    try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last letter may be cut
-    except UnicodeDecodeError:
-        return None
-    printable = all(letter.isprintable() or letter.isspace() for letter in text)
-    return (text.strip().splitlines() or [""])[0] if printable else None
-
-
 def _tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dict on the CPU. Anything that is not a tensor is refused."""
+    if not isinstance(model, nn.Module | Mapping):
+        raise FileError(f"model is a {type(model).__name__}: give a network or a state dict.")
     state = model.state_dict() if isinstance(model, nn.Module) else model
     odd = [name for name, t in state.items() if not isinstance(t, Tensor)]
     if odd:
         raise FileError(
-            f"'{odd[0]}' in the state dict is not a tensor; safetensors holds nothing else. Keep "
-            "it elsewhere."
+            f"'{odd[0]}' in the state dict is not a tensor, and safetensors holds nothing else. "
+            "Keep it elsewhere."
         )
     return {name: t.detach().cpu().contiguous() for name, t in state.items()}
 
@@ -196,7 +197,7 @@ def _tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _checked_masks(
     tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Masks on the CPU, each of the right shape and obeyed by its tensor."""
+    """Return the masks on the CPU. Wrong shapes and weights that disobey are refused."""
     checked = {}
     for name, given in (masks or {}).items():
         if name not in tensors:
@@ -218,6 +219,7 @@ def _checked_masks(
 
 
 def _pack(tensor: Tensor, mask: Tensor) -> dict[str, Any]:
+    """Encode a mask as its count and a bit for every kept weight that is exactly zero."""
     zeros = np.packbits((mask & (tensor == 0)).numpy().ravel())
     return {
         "kept": int(mask.sum()),
@@ -226,6 +228,7 @@ def _pack(tensor: Tensor, mask: Tensor) -> dict[str, Any]:
 
 
 def _unpack(tensor: Tensor, entry: dict[str, Any]) -> Tensor:
+    """Decode what `_pack` made; raise `ValueError` where it contradicts the tensor."""
     size = -(-tensor.numel() // 8)
     inflater = zlib.decompressobj()
     raw = inflater.decompress(base64.b64decode(entry["kept_zeros"], validate=True), size + 1)

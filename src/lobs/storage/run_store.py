@@ -1,9 +1,9 @@
-"""A run store of a pruning run: what has been done is on disk, and is not done again.
+"""Store a pruning run's finished work in a folder, so that a resumed run does not repeat it.
 
-Every finished piece of work (the moments of a pass over the data, a layer's solution) is one
-safetensors file with its record in the header, written beside its place and renamed into it: after
-`kill -9` it is there whole or not at all. The folder belongs to one run: the fingerprint of
-network, data, settings and version lies in it, and anything else is refused by name.
+Each piece of work is one safetensors file: the moments of a pass over the data, or a layer's
+solution. Files are written atomically, so after `kill -9` a file is whole or absent. A folder
+belongs to one run. It holds the fingerprint of network, data, settings and version, and a run with
+another fingerprint is refused.
 """
 
 from __future__ import annotations
@@ -23,37 +23,36 @@ import torch
 from torch import Tensor, nn
 
 from lobs import __version__
-
-from lobs.storage import checkpoint
-from lobs.storage.checkpoint import Checkpoint
 from lobs._system.distributed import process_group
 from lobs.errors import FileError, LobsError
+from lobs.storage import checkpoint
 from lobs.storage.atomic import atomic_write, make_folder
+from lobs.storage.checkpoint import Checkpoint
 
 _IDENTITY = "run.json"
-# to be raised when the same settings lead to other numbers: what an older form left is not taken up
+# Raise this when the same settings lead to other numbers: older run stores are then refused.
 _METHOD = 7
 _LOCK = ".lock"
-# A pass over the data is saved in between when that takes less than this share of the time, and not
-# more often than this.
-_SHARE, _SECONDS = 0.05, 30.0
+# A long pass over the data is saved at intervals. Saving takes at most this share of the time, and
+# happens at most this often.
+_LARGEST_SHARE, _SHORTEST_SECONDS = 0.05, 30.0
 
 
 class RunStore:
-    """What a run has finished, by key; without a folder it remembers nothing."""
+    """Keep finished work by key. Without a folder nothing is kept."""
 
     def __init__(self, folder: Path | None = None, *, elsewhere: bool = False) -> None:
         self.folder = folder
-        self.kept = folder is not None or elsewhere  # elsewhere: by the process that leads
+        self.kept = folder is not None or elsewhere  # elsewhere: rank 0 has the folder
         self._saved, self._cost = time.monotonic(), 0.0
 
     def has(self, key: str) -> bool:
-        """Was anything written under a key?"""
+        """Return whether anything was written under a key."""
         here = self.folder is not None and self._path(key).exists()
         return self.kept and bool(process_group().all_gather(here)[0])
 
     def read(self, key: str) -> Checkpoint | None:
-        """What was written under a key, or None."""
+        """Return what was written under a key, or None."""
         if not self.has(key):
             return None
         group, found = process_group(), Checkpoint({}, {})
@@ -70,28 +69,28 @@ class RunStore:
         return Checkpoint(tensors, {}, record)
 
     def write(self, key: str, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Keep a finished piece of work."""
+        """Write a finished piece of work under a key."""
         if not self.kept:
             return
         began = time.monotonic()
         with process_group().raise_together():
             if self.folder is not None:
-                checkpoint.save(self._path(key), tensors, record={**record, "key": key})
+                checkpoint.save(tensors, self._path(key), record={**record, "key": key})
         self._saved = time.monotonic()
         self._cost = self._saved - began
 
     @property
     def due(self) -> bool:
-        """Is it time to save what a long pass has reached?"""
+        """Return whether a long pass should save its intermediate state now."""
         return (
             self.folder is not None
             and process_group().size == 1
-            and time.monotonic() - self._saved > max(_SECONDS, self._cost / _SHARE)
+            and time.monotonic() - self._saved > max(_SHORTEST_SECONDS, self._cost / _LARGEST_SHARE)
         )
 
     def _path(self, key: str) -> Path:
         assert self.folder is not None
-        # Layers may bear any name; quoted, no name leaves the folder or is too long for it.
+        # A layer may have any name. Quoted and shortened, it stays a legal name in this folder.
         short = quote(key, safe=" ")
         if len(short) > 120:
             short = f"{short[:80]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -102,7 +101,10 @@ class RunStore:
 def open_run_store(
     folder: str | os.PathLike[str] | None, identity: Mapping[str, str]
 ) -> Iterator[RunStore]:
-    """The run store of a run with this identity: begun here, or taken up where it was left; one process at a time."""
+    """Open the run store of a run with this identity: new, or resumed from its folder.
+
+    Only one process at a time may use a folder.
+    """
     if folder is None:
         yield RunStore()
         return
@@ -117,7 +119,7 @@ def open_run_store(
 def _opened(path: Path, identity: Mapping[str, str]) -> Iterator[None]:
     make_folder(path)
     with _locked(path):
-        for rest in path.glob(".*.safetensors.*"):  # what a killed run was about to write
+        for rest in path.glob(".*.safetensors.*"):  # left by a killed run
             rest.unlink(missing_ok=True)
         _same_run(path, identity)
         yield
@@ -127,7 +129,7 @@ def _opened(path: Path, identity: Mapping[str, str]) -> Iterator[None]:
 def _locked(folder: Path) -> Iterator[None]:
     try:
         import fcntl
-    except ImportError:  # Windows: the user must see to it
+    except ImportError:  # Windows has no fcntl, so two runs in one folder are not noticed
         yield
         return
     try:
@@ -135,7 +137,7 @@ def _locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise FileError(f"cannot write '{folder / _LOCK}': {error.strerror}.") from error
     try:
-        # The system drops the lock of a process that is killed.
+        # The system releases the lock of a killed process.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
@@ -149,7 +151,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _same_run(folder: Path, identity: Mapping[str, str]) -> None:
-    """Refuse a folder that belongs to another run, and say how that differs."""
+    """Refuse a folder that belongs to another run, and name the differences."""
     path = folder / _IDENTITY
     if not path.exists():
         others = [
@@ -174,25 +176,31 @@ def _same_run(folder: Path, identity: Mapping[str, str]) -> None:
         ) from error
     differing = [key for key in {**before, **identity} if before.get(key) != identity.get(key)]
     if differing:
-        told = "; ".join(
+        differences = "; ".join(
             f"{key} was {before.get(key)}, is {identity.get(key)}" for key in differing[:4]
         )
         raise FileError(
-            f"'{folder}' belongs to another run: {told}. Give another folder, or delete this one "
-            "to begin anew."
+            f"'{folder}' belongs to another run: {differences}. Give another folder, "
+            "or delete this one to begin anew."
         )
 
 
 def fingerprint(
     model: nn.Module, batches: Iterable[Any], settings: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What makes two runs the same: the network's form and numbers, every batch, all settings, and who computes."""
+    """Return what makes two runs the same: network, weights, batches, settings and versions.
+
+    Args:
+        model: the network; its type, its printed form and its weights count.
+        batches: the calibration data; every value counts, and so does the order.
+        settings: values by name, compared by their printed form.
+    """
     data, count = hashlib.sha256(), 0
     with process_group().raise_together():
         for batch in batches:
             _feed(data, batch)
             count += 1
-    plain = {key: _words(value) for key, value in settings.items()}
+    plain = {key: _printed(value) for key, value in settings.items()}
     parts = process_group().all_gather([count, _short(data)])
     weights = {*process_group().all_gather(weights_hash(model)[:16])}
     if len(weights) > 1:
@@ -211,7 +219,7 @@ def fingerprint(
 
 
 def weights_hash(model: nn.Module) -> str:
-    """A fingerprint of a network's weights."""
+    """Return a SHA-256 of a network's state dict."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name}:".encode())
@@ -220,6 +228,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def _feed(digest: Any, value: Any) -> None:
+    """Add a batch, or a part of one, to a hash."""
     match value:
         case Tensor():
             digest.update(f"{value.dtype}:{tuple(value.shape)}".encode())
@@ -234,11 +243,11 @@ def _feed(digest: Any, value: Any) -> None:
             for item in value:
                 _feed(digest, item)
         case _:
-            digest.update(_words(value).encode())
+            digest.update(_printed(value).encode())
 
 
-def _words(value: object) -> str:
-    """What an object says of itself, but not where it lies, which changes from process to process."""
+def _printed(value: object) -> str:
+    """Return an object's repr without its address, which changes from process to process."""
     return re.sub(
         r" at 0x[0-9a-f]+",
         "",

@@ -1,8 +1,7 @@
-"""Stop and go on as if nothing had happened: a training run's whole state in one safetensors file.
+"""Store a training run's whole state in one safetensors file.
 
-Weights, optimiser state, random generators and masks are tensors; learning-rate schedules and
-counters are JSON in the header. A run that is resumed from the file ends with the same bits as one
-that was never interrupted.
+Weights, optimiser state and random generators are tensors. Learning-rate schedules and counters are
+JSON in the header. A run resumed from the file ends with the same bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -15,27 +14,30 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lobs.storage import checkpoint
 from lobs.errors import FileError
+from lobs.storage import checkpoint
 
 KIND = "training state"
 
 
 class Schedule(Protocol):
-    """A learning-rate schedule, as in torch."""
+    """Anything with the state of a torch learning-rate schedule."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Return the schedule's state."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put that back."""
+        """Restore the schedule's state."""
         ...
 
 
-@dataclass
-class Run:
-    """Everything that moves while a network trains; `generator` draws the order of the data, torch's own is kept too."""
+@dataclass(eq=False, repr=False)
+class TrainingState:
+    """Everything that changes while a network trains.
+
+    `generator` draws the order of the data. The state of torch's own generator is stored too.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -45,7 +47,7 @@ class Run:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Write the state, atomically; `settings` must be the same when it is read."""
+        """Write the state, atomically. `load` needs the same `settings`."""
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         tensors |= {f"extra.{name}": t for name, t in self.extra.items()}
         tensors |= {
@@ -65,10 +67,13 @@ class Run:
             "schedule": schedule,
             "rates": rates,
         }
-        checkpoint.save(path, tensors, record=record)
+        checkpoint.save(tensors, path, record=record)
 
     def load(self, path: Path, settings: Mapping[str, Any]) -> bool:
-        """Take the state up again; False where there is no file, an error where it is another run's."""
+        """Restore the state and return True, or return False if there is no file.
+
+        A file of another run raises `FileError`.
+        """
         if not path.is_file():
             return False
         saved = checkpoint.load(path)
@@ -109,6 +114,6 @@ class Run:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Only what JSON knows: schedules carry functions too, which the new run has of its own."""
+    """Keep the values that JSON can hold. Functions in a schedule come from the new run."""
     kinds = (int, float, str, bool, list, type(None))
     return {key: value for key, value in state.items() if isinstance(value, kinds)}

@@ -10,9 +10,9 @@ _HOMES = {
     "Hold": "lobs.training.hold",
     "apply_masks": "lobs.training.hold",
     "Retraining": "lobs.training.retrain",
-    "Shuffled": "lobs.training.retrain",
-    "distillation": "lobs.training.retrain",
-    "sgd": "lobs.training.retrain",
+    "Shuffled": "lobs.training.objectives",
+    "distillation": "lobs.training.objectives",
+    "sgd": "lobs.training.objectives",
     "Stage": "lobs.training.staged",
     "lightning_callback": "lobs.training.callbacks",
     "trainer_callback": "lobs.training.callbacks",
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from lobs.training.callbacks import lightning_callback, trainer_callback
     from lobs.training.hold import Hold, apply_masks
     from lobs.training.lora import merge_adapters, merge_lora
-    from lobs.training.retrain import Retraining, Shuffled, distillation, sgd
+    from lobs.training.objectives import Shuffled, distillation, sgd
+    from lobs.training.retrain import Retraining
     from lobs.training.staged import Stage
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,7 +1,7 @@
-"""`hold` for other people's training loops: callbacks for Lightning and for Hugging Face's Trainer.
+"""Callbacks that hold zeros in Lightning and in Hugging Face's Trainer.
 
-Neither is imported. A callback takes on the class that a framework expects if that framework is
-there, and is a plain object with the right methods if not.
+Neither framework is imported here. If a framework is already imported, the callback derives from
+its callback class. Otherwise it is a plain object with the right methods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lobs.training.hold import Hold, hold
 
 
 class _Holder:
-    """Holds a network's zeros from the beginning of training to its end, failed training included."""
+    """Hold a network's zeros from the beginning of training to its end, even if training fails."""
 
     masks: Mapping[str, Tensor]
     part: str
@@ -28,7 +28,7 @@ class _Holder:
         self.held = hold(model.get_submodule(self.part) if self.part else model, self.masks)
 
     def end(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         if self.held is not None:
             self.held.remove()
             self.held = None
@@ -39,7 +39,7 @@ class _LightningHold(_Holder):
         self.begin(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # Weights restored from a checkpoint come after on_fit_start.
+        # Lightning restores weights from a checkpoint after on_fit_start.
         if self.held is not None:
             self.held.apply()
 
@@ -61,12 +61,14 @@ class _TrainerHold(_Holder):
 
 
 def lightning_callback(masks: Mapping[str, Tensor], part: str = "") -> Any:
-    """A Lightning callback that keeps zeros: `Trainer(callbacks=[lobs.lightning_callback(masks, "model")])`.
+    """Return a Lightning callback that keeps zeros.
+
+    Use it as `Trainer(callbacks=[lobs.training.lightning_callback(masks, "model")])`.
 
     Args:
         masks: True = kept, by name within the part.
-        part: the attribute of the LightningModule that holds the pruned network; the module itself
-            by default.
+        part: the attribute of the LightningModule that is the pruned network; by default the module
+            itself.
     """
     return _of(
         _LightningHold,
@@ -77,13 +79,21 @@ def lightning_callback(masks: Mapping[str, Tensor], part: str = "") -> Any:
 
 
 def trainer_callback(masks: Mapping[str, Tensor], part: str = "") -> Any:
-    """A Hugging Face callback that keeps zeros: `Trainer(..., callbacks=[lobs.trainer_callback(masks)])`."""
+    """Return a Hugging Face callback that keeps zeros.
+
+    Use it as `Trainer(..., callbacks=[lobs.training.trainer_callback(masks)])`.
+
+    Args:
+        masks: True = kept, by name within the part.
+        part: the attribute of the model that is the pruned network; by default the model itself.
+    """
     return _of(_TrainerHold, masks, part, [("transformers", "TrainerCallback")])
 
 
 def _of(
     kind: type[_Holder], masks: Mapping[str, Tensor], part: str, frameworks: list[tuple[str, str]]
 ) -> Any:
+    """Make a callback that derives from the frameworks' classes that are imported."""
     bases = [
         getattr(sys.modules[module], name) for module, name in frameworks if module in sys.modules
     ]
@@ -93,7 +103,7 @@ def _of(
 
 
 class _Quiet:
-    """Answers every other event of a framework with nothing."""
+    """Ignore every other event of a framework."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("on_") or name in ("setup", "teardown", "state_dict", "load_state_dict"):

@@ -1,10 +1,9 @@
-"""Keep removed weights at zero while a network is trained further, whatever the optimiser does.
+"""Keep removed weights at zero while a network is trained further, with any optimiser.
 
 `hold` hooks three places. Gradients of removed weights are zeroed as they arrive, so that clipping
 and line searches see the pruned network only. Before a step, gradients set by hand are zeroed too.
-After it, the weights and every piece of optimiser state in a parameter's shape (momentum, Adam's
-moments) are filled with zeros: filled, not multiplied, so that an infinity or a NaN of a failed
-mixed-precision step leaves nothing behind.
+After a step, weights and optimiser state (momentum, Adam's moments) are filled with zeros. They are
+filled, not multiplied, because zero times an infinity or a NaN is a NaN.
 """
 
 from __future__ import annotations
@@ -17,18 +16,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from lobs.errors import MaskError
+from lobs.layers.hooks import after_step, before_step, on_gradient
 
 _WRAPPERS = ("_orig_mod.", "module.")  # torch.compile; DataParallel, AveragedModel
 
 
 class Hold:
-    """The hooks that keep zeros; made by `hold`. `remove` takes them off, as does the end of a `with` block."""
+    """The hooks that `hold` places. `remove` or the end of a `with` block removes them."""
 
     def __init__(
         self, model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | None = None
@@ -40,31 +36,32 @@ class Hold:
         }
         self._clean: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._handles: list[Any] = []
+        if optimizer is not None:
+            optimizer = self._checked_optimizer(optimizer)
         self._zero_weights()
         for name in self.masks:
             tensor = self._tensor(name)
             if tensor.requires_grad:
-                self._handles.append(tensor.register_hook(self._zero_gradient(name)))  # type: ignore[no-untyped-call]
-        if (
-            optimizer is None
-        ):  # every optimiser there is or will be; those of other networks are left alone
-            self._handles.append(register_optimizer_step_pre_hook(self._before))
-            self._handles.append(register_optimizer_step_post_hook(self._after))
+                self._handles.append(on_gradient(tensor, self._zero_gradient(name)))
+        if optimizer is None:  # hook all optimisers; a step of another network's changes nothing
+            self._handles.append(before_step(None, self._before))
+            self._handles.append(after_step(None, self._after))
         else:
-            while isinstance(
-                inner := getattr(optimizer, "optimizer", None), Optimizer
-            ):  # Hugging Face Accelerate wraps them
-                optimizer = inner
             self._before(optimizer)
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(self._after))
+            self._handles.append(before_step(optimizer, self._before))
+            self._handles.append(after_step(optimizer, self._after))
+
+    def __repr__(self) -> str:
+        removed = sum(int(gone.sum()) for gone in self._removed.values())
+        active = "" if self._handles else ", hooks removed"
+        return f"Hold({removed:,} weights of {len(self.masks)} tensors at zero{active})"
 
     def apply(self) -> None:
-        """Zero the removed weights now; for code that changes weights without an optimiser."""
+        """Zero the removed weights now, for code that changes weights without an optimiser."""
         self._zero_weights()
 
     def remove(self) -> None:
-        """Take all hooks off; the zeros stay until something changes them."""
+        """Remove all hooks. The zeros stay until something changes them."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -79,6 +76,24 @@ class Hold:
     ) -> None:
         self.remove()
 
+    def _checked_optimizer(self, optimizer: Any) -> Optimizer:
+        """Return the innermost optimiser; refuse one that steps none of the masked parameters."""
+        # Hugging Face Accelerate wraps optimisers.
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if not hasattr(optimizer, "param_groups"):
+            raise MaskError(
+                f"optimizer is a {type(optimizer).__name__}: give a torch.optim optimiser."
+            )
+        trained = [name for name in self.masks if self._tensor(name).requires_grad]
+        if trained and not self._held_by(optimizer):
+            raise MaskError(
+                f"the optimizer holds none of the masked parameters, such as '{trained[0]}', so it "
+                "trains another network: pass one made from this network's parameters, such as "
+                f"torch.optim.{type(optimizer).__name__}(model.parameters(), …)."
+            )
+        return optimizer  # type: ignore[no-any-return]
+
     def _tensor(self, name: str) -> Tensor:
         module, key = self._slots[name]
         tensor = getattr(module, key)
@@ -86,7 +101,7 @@ class Hold:
         return tensor
 
     def _gone(self, name: str, like: Tensor) -> Tensor:
-        """Where a tensor must be zero, moved once to wherever the network has been moved."""
+        """Return where a tensor must be zero, on the device of `like`."""
         if self._removed[name].device != like.device:
             self._removed[name] = self._removed[name].to(like.device)
         return self._removed[name]
@@ -112,13 +127,14 @@ class Hold:
         for name in names:
             tensor = self._tensor(name)
             for value in optimizer.state.get(tensor, {}).values():
-                # A bare step counter and factored moments have other shapes, and a scalar weight's
-                # counter its own.
+                # Step counters and factored moments have other shapes. For a scalar weight the
+                # shapes agree, so scalars are left alone.
                 if isinstance(value, Tensor) and value.shape == tensor.shape and value.dim():
                     value.masked_fill_(self._gone(name, value), 0)
         self._clean[optimizer] = optimizer.state
 
     def _held_by(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of the masked parameters that an optimiser steps."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return [name for name in self.masks if id(self._tensor(name)) in stepped]
 
@@ -129,8 +145,7 @@ class Hold:
             if tensor.grad is not None and not tensor.grad.is_sparse:
                 with torch.no_grad():
                     tensor.grad.masked_fill_(self._gone(name, tensor.grad), 0)
-        # State from before the hold, or just loaded, which replaces the dictionary, may still push
-        # removed weights.
+        # Old state may still move removed weights. Loading a state replaces the dictionary.
         if names and self._clean.get(optimizer) is not optimizer.state:
             self._zero_state(optimizer, names)
 
@@ -145,17 +160,16 @@ def hold(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | N
     """Keep the weights that `masks` removes at exactly zero through training.
 
     They are zeroed at once and after every optimiser step, with their gradients and optimiser
-    state. Works with any `torch.optim` optimiser, weight decay, gradient accumulation, `GradScaler`
-    and LBFGS. A deep copy of the network keeps its zeros but not the hooks: hold the copy too if it
-    is trained.
+    state. It works with any `torch.optim` optimiser, weight decay, gradient accumulation,
+    `GradScaler` and LBFGS. A deep copy of the network keeps its zeros but not the hooks: hold the
+    copy too if it is trained.
 
     Args:
-        model: the network; wrapped in `torch.compile`, `DataParallel` or `AveragedModel`, names are
-            found inside.
-        masks: True = kept, by name in the state dict, as `PruningResult.masks` or
-            `lobs.load(path).masks` give them.
-        optimizer: the one to hook; without it, every optimiser that steps one of these parameters
-            is.
+        model: the network; it may be wrapped in `torch.compile`, `DataParallel` or `AveragedModel`.
+        masks: True = kept, by name in the state dict, such as `PruningResult.masks` or
+            `lobs.load(path).masks`.
+        optimizer: the optimiser to hook; it must hold masked parameters. Without it, every
+            optimiser that steps one of them is hooked.
 
     Example:
         >>> import torch, lobs
@@ -172,7 +186,7 @@ def hold(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | N
 
 @torch.no_grad()
 def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, int]:
-    """Zero what the masks remove, once; returns how many weights of each tensor had come back."""
+    """Zero the removed weights once; return how many of each tensor were not zero."""
     revived = {}
     for name, mask in masks.items():
         module, key = _find(model, name)
@@ -184,11 +198,10 @@ def apply_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, int]
 
 
 def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module and attribute that hold a tensor of the state dict."""
+    """Return the module and the attribute that hold a tensor of the state dict."""
     prefix, _, key = name.rpartition(".")
     modules = dict(model.named_modules(remove_duplicate=False))
-    # The exact name first: a network may itself have a part that is called as a wrapper calls what
-    # it wraps.
+    # The exact name comes first: a network may have a part of its own with a wrapper's name.
     inside = (
         module for module_name, module in modules.items() if prefix == _bare(module_name, name)
     )
@@ -197,12 +210,12 @@ def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
             assert module is not None
             return module, key
     raise MaskError(
-        f"mask '{name}' names no parameter of the network. Are these the masks of another network?"
+        f"mask '{name}' names no parameter of the network: give the masks of this network."
     )
 
 
 def _bare(module_name: str, name: str) -> str:
-    """A module's name without what wrappers add, unless the mask's name has it too."""
+    """Return a module's name without a wrapper's prefix, unless the mask's name has it too."""
     for wrapper in _WRAPPERS:
         if wrapper not in name:
             module_name = f"{module_name}.".replace(wrapper, "").removesuffix(".")

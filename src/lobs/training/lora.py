@@ -1,4 +1,4 @@
-"""Low-rank adapters merged into pruned weights without filling their zeros."""
+"""Merge low-rank adapters into pruned weights without filling their zeros."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from lobs.training.hold import apply_masks
 def merge_lora(
     weight: Tensor, down: Tensor, up: Tensor, mask: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, float]:
-    """W + scale·up@down on the kept weights; also the share of the update's energy that fell on removed ones and is lost.
+    """Add scale·up@down to the kept weights; return them and the lost share of the update's energy.
+
+    The part of the update that falls on removed weights is lost.
 
     Args:
-        weight: the pruned weight; the product must have its shape, or as many elements where it has
-            more than two dimensions.
-        down: A, of rank rows.
-        up: B, of rank columns.
+        weight: the pruned weight. The product must have its shape, or its number of elements if the
+            weight has more than two dimensions.
+        down: the matrix A, with as many rows as the rank.
+        up: the matrix B, with as many columns as the rank.
         mask: True = kept, in the weight's shape.
         scale: usually alpha over rank.
     """
@@ -31,8 +33,7 @@ def merge_lora(
     if not fits or mask.shape != weight.shape or mask.dtype != torch.bool:
         raise MaskError(
             f"a weight {tuple(weight.shape)}, its update {tuple(update.shape)} and its mask "
-            f"{mask.dtype} {tuple(mask.shape)} "
-            f"do not fit together."
+            f"{mask.dtype} {tuple(mask.shape)} do not fit together."
             + (
                 " Is the weight stored transposed, as in GPT-2? Then pass weight.T and mask.T."
                 if update.mT.shape == weight.shape
@@ -46,10 +47,10 @@ def merge_lora(
 
 
 def merge_adapters(model: Any, masks: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, int]]:
-    """Merge a `peft` model's adapters and zero what the merge filled; also how many weights of each tensor that were.
+    """Merge a `peft` model's adapters and zero the removed weights again.
 
-    Adapters trained without regard for the mask lose what they learned on removed weights: check
-    the result.
+    Return the merged network and, by tensor, the number of removed weights that the merge filled.
+    What the adapters learned on removed weights is lost, so evaluate the result.
     """
     if not callable(getattr(model, "merge_and_unload", None)):
         raise MaskError(

@@ -1,47 +1,72 @@
-"""Iterative pruning: prune, retrain lightly, prune further, retrain again, for as many stages as wanted."""
+"""Prune a network in stages: prune, retrain lightly, prune further, retrain again."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lobs.pruning.options import check
-from lobs.storage.checkpoint import load, save
 from lobs.errors import FileError, TrainingError
-from lobs.storage.atomic import make_folder
-from lobs.storage.run_store import weights_hash
 from lobs.pruning.api import prune
-from lobs.training.retrain import Retraining, check_training, retrain
-from lobs.targets import Budget, Sparsity, Target, as_target
+from lobs.pruning.options import Execution, PruneOptions, checked
+from lobs.storage.atomic import make_folder
+from lobs.storage.checkpoint import load, save
+from lobs.storage.run_store import weights_hash
+from lobs.targets import Budget, Sparsity, Target, wanted
+from lobs.training.retrain import STATE, Retraining, retrain
+from lobs.training.settings import (
+    RetrainOptions,
+    RetrainSettings,
+    Score,
+    check_execution,
+    check_options,
+    check_repeatable,
+)
+
+_EXAMPLE = "[Stage(keep=0.07, iterations=500)]"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Prune to `target`, a fraction of the *dense* network's weights or an error, then train for at most `iterations`."""
+    """One stage: prune to a target, counted from the *dense* network, then train.
 
-    target: Target | float
+    Args:
+        target: `Sparsity`, `Budget` or another target of `prune`.
+        iterations: the most iterations to train.
+        until_score: stop training as soon as the score of `evaluate` is at least this.
+        keep: the fraction of weights to keep, in place of a target.
+    """
+
+    target: Target | None = None
     iterations: int = 0
-    until_error: float | None = None
+    until_score: float | None = None
+    keep: float | str | Mapping[str, float | str] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.wanted  # which refuses what cannot be a target
+
+    @property
+    def wanted(self) -> Target:
+        """The target that `target` or `keep` asks for."""
+        return wanted(self.target, self.keep)
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What one stage did: weights left, errors right after pruning and after training, iterations used."""
+    """One stage's numbers: weights kept, scores after pruning and after training, iterations."""
 
     kept: int
     total: int
-    pruned_error: float | None
-    error: float | None
+    pruned_score: float | None
+    score: float | None
     iterations: int
     history: tuple[tuple[int, float], ...] = ()
 
@@ -51,8 +76,8 @@ class StageResult:
         return self.kept / self.total if self.total else 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class Iteration:
+@dataclass(frozen=True, eq=False, repr=False)
+class StagedResult:
     """The network after the last stage, its masks, and a result per stage."""
 
     model: nn.Module
@@ -65,6 +90,13 @@ class Iteration:
         """Training iterations of all stages together."""
         return sum(stage.iterations for stage in self.stages)
 
+    def __repr__(self) -> str:
+        last = self.stages[-1]
+        return (
+            f"StagedResult({len(self.stages)} stages, kept {last.kept:,} of {last.total:,} "
+            f"weights, {self.iterations:,} iterations, {self.seconds:.1f} s)"
+        )
+
 
 def prune_in_stages(
     model: nn.Module,
@@ -72,106 +104,201 @@ def prune_in_stages(
     data: Iterable[Any],
     stages: Sequence[Stage],
     *,
-    evaluate: Callable[[nn.Module], float] | None = None,
-    pruning: Mapping[str, Any] | None = None,
-    retraining: Mapping[str, Any] | None = None,
-    folder: str | os.PathLike[str] | None = None,
+    evaluate: Score | None = None,
+    pruning: PruneOptions | None = None,
+    retraining: RetrainOptions | None = None,
+    execution: Execution | None = None,
     progress: bool = True,
-) -> Iteration:
-    """Iterative L-OBS, or the same with any other solver: every stage prunes what the one before it has retrained.
+) -> StagedResult:
+    """Prune and retrain in turn: every stage prunes the network that the stage before it trained.
 
-    Weights that are already zero cost nothing to remove, so they go first and masks shrink from
-    stage to stage; a method that re-solves against other inputs may exchange a few, never changing
-    the count.
+    Weights that are already zero cost nothing to remove, so masks shrink from stage to stage. A
+    solver that sees other inputs than before may exchange weights, but never changes the count.
 
     Args:
-        model: the dense network; untouched.
+        model: the dense network; it is not changed.
         batches: calibration inputs, as for `prune`; a list or a DataLoader.
         data: training batches, as for `retrain`.
-        stages: what to keep and how long to train, stage by stage.
-        evaluate: an error, lower is better.
-        pruning: further arguments of `prune`, such as `{"solver": "lobs"}`.
-        retraining: further arguments of `retrain`, such as `{"optimizer": sgd(0.05), "teacher":
-            model}`.
-        folder: where to keep each finished stage; a run of this network that was interrupted goes
-            on from there.
-        progress: draw bars on a terminal.
+        stages: targets and training lengths, stage by stage.
+        evaluate: a function of a network that returns its score, larger is better.
+        pruning: further options of `prune`, such as `{"solver": "lobs"}`.
+        retraining: further options of `retrain`, such as `{"optimizer": sgd(0.05)}`.
+        execution: `resume`, a folder for finished stages and the training state; `memory`, for the
+            pruning; and `log`.
+        progress: show bars on a terminal.
     """
     stages = [stages] if isinstance(stages, Stage) else list(stages)
-    pruning, retraining = dict(pruning or {}), dict(retraining or {})
-    _check(model, data, stages, evaluate, pruning, retraining)
-    home = None if folder is None else make_folder(folder)
+    chosen = check_execution(execution, "prune_in_stages", "resume", "memory", "log")
+    work = _Work(
+        batches, data, evaluate, pruning or {}, retraining or {}, replace(chosen, resume=None),
+        progress,
+    )  # fmt: skip
+    work.check(model, stages)
+    folder = None if chosen.resume is None else make_folder(chosen.resume)
+    store = _StageStore(folder, work, model)
     began = time.perf_counter()
     now, masks, done = model, dict[str, Tensor](), list[StageResult]()
-    start = None if home is None else weights_hash(model)
-    for index, stage in enumerate(stages):
-        file = None if home is None else home / f"stage-{index + 1}.safetensors"
-        record = {
-            "stage": repr(stage),
-            "pruning": _told(pruning),
-            "retraining": _told(retraining),
-            "start": start,
-        }
-        taken = _finished(file, record, now)
-        if taken is not None:
-            now, masks, result = taken
-        else:
-            cut = prune(now, batches, stage.target, **{"progress": progress, **pruning})
-            trained = _trained(
-                cut.model, cut.masks, data, stage, evaluate, retraining, file, progress
-            )
-            now, masks = trained.model, cut.masks
-            first = trained.history[0][1] if trained.history else None
-            result = StageResult(
-                cut.kept, cut.total, first, trained.error, trained.iterations, trained.history
-            )
-            _keep(file, record, now, masks, result)
+    for number, stage in enumerate(stages, start=1):
+        stored = store.read(number, stage, now)
+        if stored is None:
+            stored = work.run(now, stage, store.training_folder(number))
+            store.write(number, stage, *stored)
+        now, masks, result = stored
         done.append(result)
-    return Iteration(now, masks, tuple(done), time.perf_counter() - began)
+    return StagedResult(now, masks, tuple(done), time.perf_counter() - began)
 
 
-def _check(
-    model: nn.Module,
-    data: Iterable[Any],
-    stages: Sequence[Stage],
-    evaluate: Callable[[nn.Module], float] | None,
-    pruning: Mapping[str, Any],
-    retraining: Mapping[str, Any],
-) -> None:
-    """Refuse what a later stage could not do before the first one begins."""
-    if not stages:
-        raise TrainingError(
-            "there are no stages: give at least one, such as Stage(0.93, iterations=500)."
-        )
-    if not all(isinstance(stage, Stage) for stage in stages):
-        raise TrainingError(
-            f"stages are {stages!r}: give a list such as [Stage(0.93, iterations=500)]."
-        )
-    own = sorted({"iterations", "until_error", "evaluate", "checkpoint"} & retraining.keys())
-    if own:
-        raise TrainingError(
-            f"retraining has '{own[0]}', which is the stages' own or an argument of iterate: give "
-            "it there."
-        )
-    told = {"every": 50, "decay": "constant", **retraining}
-    of_target = {
-        key: pruning[key] for key in ("inputs", "layers", "skip", "prune_bias") if key in pruning
-    }
-    for stage in stages:
-        check(model, stage.target, **of_target)
-        check_training(
-            stage.iterations, told["every"], told["decay"], evaluate, stage.until_error, data
-        )
-    for before, after in pairwise(_kept(as_target(stage.target)) for stage in stages):
-        if before[0] == after[0] and after[1] > before[1] + 1e-9:
+@dataclass(frozen=True, eq=False, repr=False)
+class _Work:
+    """What all stages share: data, score and options."""
+
+    batches: Iterable[Any]
+    data: Iterable[Any]
+    evaluate: Score | None
+    pruning: PruneOptions
+    retraining: RetrainOptions
+    execution: Execution
+    progress: bool
+
+    def check(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+        """Refuse, before the first stage begins, what a later one could not do."""
+        if not stages:
+            raise TrainingError(f"there are no stages: give at least one, such as {_EXAMPLE}.")
+        if not all(isinstance(stage, Stage) for stage in stages):
+            raise TrainingError(f"stages are {stages!r}: give a list such as {_EXAMPLE}.")
+        if "execution" in self.pruning:
             raise TrainingError(
-                f"a stage keeps {after[1]:.3g} {after[0]} after one that kept {before[1]:.3g}: let "
-                "them fall."
+                "pruning has 'execution': give it to prune_in_stages itself, for all stages."
             )
+        own = sorted({"iterations", "until_score", "evaluate", "execution"} & {*self.retraining})
+        if own:
+            raise TrainingError(
+                f"retraining has '{own[0]}': give it to its Stage or to prune_in_stages itself."
+            )
+        check_options(self.retraining)
+        check_repeatable(self.data)
+        for stage in stages:
+            checked(model, stage.wanted, self._prune_options())
+            self._settings(stage)
+        for before, after in pairwise(_kept(stage.wanted) for stage in stages):
+            if before[0] == after[0] and after[1] > before[1] + 1e-9:
+                raise TrainingError(
+                    f"a stage keeps {after[1]:.3g} {after[0]} after one that kept "
+                    f"{before[1]:.3g}: keep less from stage to stage."
+                )
+
+    def run(
+        self, model: nn.Module, stage: Stage, folder: Path | None
+    ) -> tuple[nn.Module, dict[str, Tensor], StageResult]:
+        """Prune a network and retrain it; return it with its masks and the stage's numbers."""
+        cut = prune(
+            model, self.batches, stage.wanted, progress=self.progress, **self._prune_options()
+        )
+        trained = self._retrain(cut.model, cut.masks, stage, folder)
+        first = trained.history[0][1] if trained.history else None
+        result = StageResult(
+            cut.kept, cut.total, first, trained.score, trained.iterations, trained.history
+        )
+        return trained.model, cut.masks, result
+
+    def _retrain(
+        self, model: nn.Module, masks: Mapping[str, Tensor], stage: Stage, folder: Path | None
+    ) -> Retraining:
+        execution = Execution(resume=folder, log=self.execution.log)
+        trained = retrain(
+            model,
+            masks,
+            self.data,
+            iterations=stage.iterations,
+            evaluate=self.evaluate,
+            until_score=stage.until_score,
+            progress=self.progress,
+            execution=execution,
+            **self.retraining,
+        )
+        if folder is not None:  # the finished stage replaces it
+            (folder / STATE).unlink(missing_ok=True)
+            folder.rmdir()
+        return trained
+
+    def _prune_options(self) -> PruneOptions:
+        return cast(PruneOptions, {**self.pruning, "execution": self.execution})
+
+    def _settings(self, stage: Stage) -> RetrainSettings:
+        return RetrainSettings(
+            iterations=stage.iterations,
+            evaluate=self.evaluate,
+            until_score=stage.until_score,
+            **self.retraining,
+        )
+
+
+class _StageStore:
+    """Finished stages in a folder; without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None, work: _Work, model: nn.Module) -> None:
+        self.folder = folder
+        self._identity = (
+            {}
+            if folder is None
+            else {
+                "pruning": _printed(work.pruning),
+                "retraining": _printed(work.retraining),
+                "start": weights_hash(model),
+            }
+        )
+
+    def training_folder(self, number: int) -> Path | None:
+        """Return the folder of a stage's training state."""
+        return None if self.folder is None else self.folder / f"stage-{number}"
+
+    def write(
+        self,
+        number: int,
+        stage: Stage,
+        model: nn.Module,
+        masks: Mapping[str, Tensor],
+        result: StageResult,
+    ) -> None:
+        """Keep a finished stage."""
+        if self.folder is not None:
+            record = {**self._identity, "stage": repr(stage), "result": vars(result)}
+            save(model, self._file(number), masks, record)
+
+    def read(
+        self, number: int, stage: Stage, model: nn.Module
+    ) -> tuple[nn.Module, dict[str, Tensor], StageResult] | None:
+        """Return a finished stage, or None. A stage of another run raises `FileError`."""
+        if self.folder is None or not self._file(number).is_file():
+            return None
+        saved = load(self._file(number))
+        for key, value in {**self._identity, "stage": repr(stage)}.items():
+            if saved.record.get(key) != value:
+                raise FileError(
+                    f"'{self._file(number)}' holds another {_NAMES[key]} "
+                    f"({saved.record.get(key)}). Give an empty folder, or delete it."
+                )
+        copied = copy.deepcopy(model)
+        copied.load_state_dict(saved.state_dict)
+        numbers = dict(saved.record["result"])
+        history = tuple((int(i), float(score)) for i, score in numbers.pop("history"))
+        return copied, dict(saved.masks), StageResult(**numbers, history=history)
+
+    def _file(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"stage-{number}.safetensors"
+
+
+_NAMES = {
+    "stage": "stage",
+    "pruning": "way of pruning",
+    "retraining": "way of retraining",
+    "start": "network",
+}
 
 
 def _kept(target: Target) -> tuple[str, float]:
-    """What one number for the whole network keeps of it, and in what it is counted; stages of other kinds do not compare."""
+    """Return what a target counts and how much of it is kept; stages with one unit compare."""
     match target:
         case Sparsity(fraction=int() | float() as removed):
             return "of the network", 1 - removed
@@ -180,74 +307,15 @@ def _kept(target: Target) -> tuple[str, float]:
     return "", 0.0
 
 
-def _told(value: Any) -> str:
-    """Settings in words that are the same when the same program runs again: functions by name, and by what they were given."""
+def _printed(value: Any) -> str:
+    """Print settings the same way in every process: functions by name and captured values."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_told(value[key])}" for key in sorted(value)) + "}"
+        return "{" + ", ".join(f"{key}: {_printed(value[key])}" for key in sorted(value)) + "}"
     if isinstance(value, nn.Module):
         return type(value).__qualname__
     if isinstance(value, FunctionType):
-        given = inspect.getclosurevars(value).nonlocals
-        plain = {
-            name: x for name, x in given.items() if not isinstance(x, FunctionType)
-        }  # one may refer to itself
-        return f"{value.__module__}.{value.__qualname__}{_told(plain)}"
+        captured = inspect.getclosurevars(value).nonlocals
+        # A function may capture itself, so captured functions are left out.
+        plain = {name: x for name, x in captured.items() if not isinstance(x, FunctionType)}
+        return f"{value.__module__}.{value.__qualname__}{_printed(plain)}"
     return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
-
-
-def _trained(
-    model: nn.Module,
-    masks: Mapping[str, Tensor],
-    data: Iterable[Any],
-    stage: Stage,
-    evaluate: Callable[[nn.Module], float] | None,
-    arguments: Mapping[str, Any],
-    file: Path | None,
-    progress: bool,
-) -> Retraining:
-    state = None if file is None else file.with_suffix(".state")
-    wanted = {
-        "iterations": stage.iterations,
-        "until_error": stage.until_error,
-        "evaluate": evaluate,
-        "checkpoint": state,
-    }
-    trained = retrain(model, masks, data, **{"progress": progress, **arguments, **wanted})
-    if state is not None:
-        state.unlink(missing_ok=True)  # the finished stage takes its place
-    return trained
-
-
-def _keep(
-    file: Path | None,
-    record: Mapping[str, Any],
-    model: nn.Module,
-    masks: Mapping[str, Tensor],
-    result: StageResult,
-) -> None:
-    if file is not None:
-        save(file, model, masks, {**record, "result": vars(result)})
-
-
-def _finished(
-    file: Path | None, record: Mapping[str, Any], model: nn.Module
-) -> tuple[nn.Module, dict[str, Tensor], StageResult] | None:
-    if file is None or not file.is_file():
-        return None
-    saved = load(file)
-    for key, what in (
-        ("stage", "stage"),
-        ("pruning", "way of pruning"),
-        ("retraining", "way of retraining"),
-        ("start", "network"),
-    ):
-        if saved.record.get(key) != record[key]:
-            raise FileError(
-                f"'{file}' holds another {what} ({saved.record.get(key)}). Give an empty folder, "
-                "or delete it."
-            )
-    copied = copy.deepcopy(model)
-    copied.load_state_dict(saved.state_dict)
-    fields = dict(saved.record["result"])
-    history = tuple((int(i), float(e)) for i, e in fields.pop("history"))
-    return copied, dict(saved.masks), StageResult(**fields, history=history)

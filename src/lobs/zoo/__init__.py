@@ -23,10 +23,15 @@ from lobs.zoo.training import Recipe
 
 @dataclass(frozen=True)
 class Entry:
-    """One network: builder, data set, how it is trained or where its weights come from, the paper's kept fractions.
+    """One network of the zoo.
 
-    A network without a recipe takes `<name>.safetensors` from the data folder; `source` says how to
-    make that file.
+    Args:
+        build: makes the untrained network.
+        recipe: how it is trained; None for networks whose weights come from a file.
+        paper_kept: the fractions that the paper keeps, by layer name or glob.
+        title: the name that people read.
+        data: the data set.
+        source: how to make `<name>.safetensors` for the data folder.
     """
 
     build: Callable[[], nn.Module]
@@ -93,27 +98,27 @@ ZOO: dict[str, Entry] = {
         paper_kept={"*": 0.45},
         title="ResNet-50 v1",
         data="imagenet-caffe",
-        source="Weights of the original form (stride in the first 1×1, Keras's), renamed to torchvision's names.",
+        source="Take Keras's weights (stride in the first 1×1) with torchvision's names.",
     ),
 }
 
 
 def entry(name: str) -> Entry:
-    """Look a network up, with the choices in the error."""
+    """Return the entry of a network; an unknown name is answered with the known ones."""
     if name not in ZOO:
         raise FileError(f"there is no network '{name}' in the zoo. There are: {', '.join(ZOO)}.")
     return ZOO[name]
 
 
 def fresh(name: str, seed: int = 0) -> nn.Module:
-    """An untrained network, initialised from a seed without touching the global random state."""
+    """Return an untrained network, initialised from a seed; the global random state stays."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return entry(name).build()
 
 
 def shipped(name: str) -> Path:
-    """Where the checkpoint that comes with the package lies."""
+    """Return the checkpoint that comes with the package."""
     path = Path(str(resources.files("lobs.zoo") / "checkpoints" / f"{name}.safetensors"))
     if not path.is_file():
         raise FileError(
@@ -123,7 +128,7 @@ def shipped(name: str) -> Path:
 
 
 def weights(name: str) -> Path:
-    """Where a network's weights lie: in the package, or as <name>*.safetensors in the folder that LOBS_DATA names."""
+    """Return where a network's weights are: in the package, or in the folder of LOBS_DATA."""
     try:
         return shipped(name)
     except FileError:
@@ -142,7 +147,7 @@ def weights(name: str) -> Path:
 
 
 def trained(name: str, path: str | Path | None = None) -> nn.Module:
-    """The network with the weights of `weights(name)`, or with those of a file."""
+    """Return the trained network, with the weights of a file if one is given."""
     source = weights(name) if path is None else Path(path)
     model = fresh(name)
     try:

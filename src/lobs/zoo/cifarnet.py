@@ -1,9 +1,8 @@
-"""CIFAR-Net: three convolutions and two fully-connected layers, with batch normalisation and dropout.
+"""CIFAR-Net: three convolutions and two fully-connected layers, batch norms and dropout.
 
-The paper gives no widths. The filters are those of Caffe's cifar10_quick, 32, 32 and 64 of 5×5, and
-so are the 64 units between the two fully-connected layers. But the paper calls its network a
-revised AlexNet, and that has 96 % of its weights in its fully-connected layers: 1,024 units make it
-93 % here.
+The paper gives no widths. The filters are those of Caffe's cifar10_quick: 32, 32 and 64 of 5×5, and
+64 units between the two fully-connected layers. The paper calls its network a revised AlexNet.
+AlexNet has 96 % of its weights in fully-connected layers. With 1,024 units it is 93 % here.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ from torch import nn
 
 
 class CifarNet(nn.Sequential):
-    """3×32×32 → 10; with 64 units 145,578 weights and biases, and 384 numbers of batch normalisation."""
+    """CIFAR-Net, 3×32×32 → 10. With 64 units it has 145,578 weights and biases.
+
+    Its batch norms have 384 more parameters.
+    """
 
     def __init__(self, units: int = 64, dropout: float = 0.1) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""AlexNet and VGG-16, with torchvision's parameter names, so that its checkpoints load once they are safetensors.
+"""AlexNet and VGG-16, with torchvision's parameter names, so that its weights load.
 
 AlexNet is Krizhevsky's one-column form (2014): 61,100,840 parameters. VGG-16 is configuration D of
 Simonyan and Zisserman (2014): 138,357,544 parameters. Both take 224×224 images scaled as

@@ -8,7 +8,10 @@ from torch import nn
 
 
 class LeNet300(nn.Sequential):
-    """LeNet-300-100: 784 → 300 → 100 → 10, ReLU between; 266,610 parameters. Takes images or flat vectors."""
+    """LeNet-300-100: 784 → 300 → 100 → 10 with ReLU between; 266,610 parameters.
+
+    It takes images or flat vectors.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -21,9 +24,8 @@ class LeNet300(nn.Sequential):
                 fc3=nn.Linear(100, 10),
             )
         )
-        # He's initialisation, wide enough to be seen beside trained weights: pixels that are always
-        # black keep it for good, and a method that judges by magnitude alone has to cope with that,
-        # as on the networks of the time.
+        # He's initialisation, as in networks of the time. Weights of pixels that are always black
+        # keep it, and magnitude pruning must cope with them.
         for layer in self.children():
             if isinstance(layer, nn.Linear):
                 nn.init.kaiming_normal_(layer.weight)
@@ -31,9 +33,9 @@ class LeNet300(nn.Sequential):
 
 
 class LeNet5(nn.Sequential):
-    """LeNet-5: 20 and 50 filters of 5×5, each followed by ReLU and 2×2 max-pooling, then 500 and 10 units.
+    """LeNet-5: 20 and 50 filters of 5×5, then 500 and 10 units; 431,080 parameters.
 
-    431,080 parameters.
+    ReLU and 2×2 max-pooling follow each convolution.
     """
 
     def __init__(self) -> None:

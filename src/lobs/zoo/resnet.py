@@ -34,7 +34,7 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(4 * width, eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of both ways, through ReLU."""
+        """Return the sum of both ways, through ReLU."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         way: Tensor = x if self.downsample is None else self.downsample(x)
@@ -68,7 +68,7 @@ class ResNet50(nn.Module):
         self.fc = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images to class scores."""
+        """Return the class scores of images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for index in range(1, 5):
             x = self.get_submodule(f"layer{index}")(x)

@@ -1,4 +1,4 @@
-"""Train a zoo network from scratch, and tell how often a network is wrong."""
+"""Train a zoo network from scratch, and measure its error rate."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.optim.lr_scheduler import LRScheduler
 
-from lobs.zoo.datasets.labelled import LabelledImages
 from lobs._system.progress import Advance, shown, track
-from lobs.storage.train_state import Run
 from lobs.calibration.forward import evaluating
+from lobs.storage.atomic import make_folder
+from lobs.storage.train_state import TrainingState
+from lobs.zoo.datasets.labelled import LabelledImages
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Nesterov momentum with a cosine learning rate, after `warm_up` epochs of a linear rise.
 
-    `input_dropout` blanks that share of pixels while training; `augment` shifts every image by up
-    to four pixels and mirrors half of them.
+    `input_dropout` is the share of pixels set to zero in training. `augment` shifts every image by
+    up to four pixels and mirrors half of them.
     """
 
     epochs: int
@@ -37,7 +37,7 @@ class Recipe:
     augment: bool = False
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-        """The optimiser that the recipe trains with, at its highest rate."""
+        """Return the optimiser of the recipe, at its highest rate."""
         rate, decay = self.learning_rate, self.weight_decay
         return torch.optim.SGD(
             parameters, rate, momentum=self.momentum, weight_decay=decay, nesterov=True
@@ -51,12 +51,22 @@ def train(
     *,
     seed: int = 0,
     progress: bool = True,
-    state: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Train in place and return the model; the same seed on the same machine gives the same weights.
+    """Train in place and return the network.
 
-    `state` names a file that is written after every epoch and taken up again if it is there.
+    The same seed on the same machine gives the same weights.
+
+    Args:
+        model: the network.
+        data: training images and labels.
+        recipe: how to train.
+        seed: seed of the order of the data and of dropout.
+        progress: show progress.
+        resume: a folder that gets the training state after every epoch. A run that finds its state
+            there continues from it.
     """
+    file = None if resume is None else make_folder(resume) / "training.safetensors"
     steps = len(data) // recipe.batch_size
     optimiser = recipe.optimizer(model.parameters())
     schedule = _schedule(optimiser, recipe, steps)
@@ -68,19 +78,20 @@ def train(
         torch.random.fork_rng(devices=[]),
     ):
         torch.manual_seed(seed)  # dropout draws from the global generator
-        run = Run(model, optimiser, torch.Generator().manual_seed(seed), schedule, {"epoch": 0})
-        if state is not None:
-            run.load(Path(state), settings)
+        generator = torch.Generator().manual_seed(seed)
+        run = TrainingState(model, optimiser, generator, schedule, {"epoch": 0})
+        if file is not None:
+            run.load(file, settings)
         advance(run.counters["epoch"] * steps)
         while run.counters["epoch"] < recipe.epochs:
             _epoch(run, data, recipe, advance)
             run.counters["epoch"] += 1
-            if state is not None:
-                run.save(Path(state), settings)
+            if file is not None:
+                run.save(file, settings)
     return model.eval()
 
 
-def _epoch(run: Run, data: LabelledImages, recipe: Recipe, advance: Advance) -> None:
+def _epoch(run: TrainingState, data: LabelledImages, recipe: Recipe, advance: Advance) -> None:
     order = torch.randperm(len(data), generator=run.generator)
     for start in range(0, len(data) - recipe.batch_size + 1, recipe.batch_size):
         pick = order[start : start + recipe.batch_size]
@@ -114,7 +125,7 @@ def _schedule(optimiser: torch.optim.Optimizer, recipe: Recipe, steps: int) -> L
 
 
 def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:
-    """Every image shifted by up to `shift` pixels, zeros moving in, and mirrored half of the time."""
+    """Return every image shifted by up to `shift` pixels and mirrored half of the time."""
     n, _, high, wide = images.shape
     padded = F.pad(images, [shift] * 4)
     top, left = torch.randint(0, 2 * shift + 1, (2, n, 1), generator=generator)
@@ -126,7 +137,7 @@ def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Ten
 
 
 def error_rate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Share of wrong answers, in percent."""
+    """Return the share of wrong answers, in percent."""
     wrong, total = 0, 0
     with evaluating(model):
         for x, y in batches:

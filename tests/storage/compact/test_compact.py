@@ -28,7 +28,7 @@ def same_bits(a, b):
 
 
 def assert_round_trip(path, state, masks, record):
-    lobs.save_compact(path, state, masks, record)
+    lobs.storage.save_compact(state, path, masks, record)
     loaded = lobs.load(path)
     assert list(loaded.state_dict) == list(state) and loaded.record == record
     assert all(same_bits(loaded.state_dict[n], t) for n, t in state.items())
@@ -87,7 +87,7 @@ def test_round_trip_of_anything(tmp_path_factory, seed, keep, shape):
 
 def test_bytes_add_up_to_the_file(tmp_path):
     w, mask = random_masked(100, 200)
-    done = lobs.save_compact(tmp_path / "x", {"w": w, "b": torch.randn(100)}, {"w": mask})
+    done = lobs.storage.save_compact({"w": w, "b": torch.randn(100)}, tmp_path / "x", {"w": mask})
     assert done.file_bytes == done.path.stat().st_size
     stored = load_file(done.path)
     assert sum(t.stored_bytes for t in done.tensors) == sum(
@@ -104,7 +104,9 @@ def test_each_tensor_takes_the_cheapest_code(tmp_path):
     state, masks = {}, {}
     for name, keep in (("gaps", 0.03), ("bits", 0.5), ("dense", 0.999)):
         state[name], masks[name] = random_masked(100, 100, keep=keep)
-    codes = {t.name: t.code for t in lobs.save_compact(tmp_path / "x", state, masks).tensors}
+    codes = {
+        t.name: t.code for t in lobs.storage.save_compact(state, tmp_path / "x", masks).tensors
+    }
     assert codes == {"gaps": "gaps", "bits": "bits", "dense": "dense"}
 
 
@@ -119,9 +121,9 @@ def test_lenet_300_at_seven_percent_takes_at_most_eleven_percent(tmp_path):
             .index_fill_(0, order, True)
             .view(weight.shape)
         )
-    lobs.apply_masks(model, masks)
-    done = lobs.save_compact(tmp_path / "x", model, masks)
-    dense = lobs.save(tmp_path / "dense", model).stat().st_size
+    lobs.training.apply_masks(model, masks)
+    done = lobs.storage.save_compact(model, tmp_path / "x", masks)
+    dense = lobs.save(model, tmp_path / "dense").stat().st_size
     assert done.file_bytes <= 0.11 * dense
     assert all(
         same_bits(lobs.load(done.path).state_dict[n], t) for n, t in model.state_dict().items()
@@ -133,8 +135,8 @@ def test_lenet_300_at_seven_percent_takes_at_most_eleven_percent(tmp_path):
 def test_quantised_values_stay_within_the_stated_error(tmp_path, kind, keep):
     w, mask = random_masked(30, 64, keep=keep)
     w[0] *= 1e-3
-    done = lobs.save_compact(
-        tmp_path / "x", {"w": w, "b": torch.randn(30)}, {"w": mask}, values=kind
+    done = lobs.storage.save_compact(
+        {"w": w, "b": torch.randn(30)}, tmp_path / "x", {"w": mask}, values=kind
     )
     loaded = lobs.load(done.path)
     moved = (loaded.state_dict["w"] - w).abs()
@@ -154,31 +156,33 @@ def test_quantised_values_stay_within_the_stated_error(tmp_path, kind, keep):
 def test_values_that_cannot_be_rounded_are_refused(tmp_path):
     w, mask = torch.tensor([[1e6, float("nan")]]), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(LobsError, match=r"'w' holds values that are not finite; int8"):
-        lobs.save_compact(tmp_path / "x", {"w": w}, {"w": mask}, values="int8")
+        lobs.storage.save_compact({"w": w}, tmp_path / "x", {"w": mask}, values="int8")
     with pytest.raises(LobsError, match=r"'w' holds 1e\+06; float16 ends at 65504"):
-        lobs.save_compact(tmp_path / "x", {"w": w[:, :1]}, {"w": mask[:, :1]}, values="float16")
+        lobs.storage.save_compact(
+            {"w": w[:, :1]}, tmp_path / "x", {"w": mask[:, :1]}, values="float16"
+        )
     with pytest.raises(LobsError, match="values='int4' is unknown"):
-        lobs.save_compact(tmp_path / "x", {"w": w}, {"w": mask}, values="int4")
+        lobs.storage.save_compact({"w": w}, tmp_path / "x", {"w": mask}, values="int4")
     with pytest.raises(LobsError, match="Apply the mask first"):
-        lobs.save_compact(tmp_path / "x", {"w": w}, {"w": ~mask})
+        lobs.storage.save_compact({"w": w}, tmp_path / "x", {"w": ~mask})
     assert not list(tmp_path.iterdir())
 
 
 def test_dense_tensors_keep_their_names_for_any_reader(tmp_path):
     w, mask = random_masked(50, 50)
     bias = torch.randn(50)
-    lobs.save_compact(tmp_path / "x", {"w": w, "b": bias}, {"w": mask})
+    lobs.storage.save_compact({"w": w, "b": bias}, tmp_path / "x", {"w": mask})
     assert torch.equal(load_file(tmp_path / "x")["b"], bias)
 
 
 def test_names_that_collide_are_refused(tmp_path):
     w, mask = random_masked(5, 100)
     with pytest.raises(LobsError, match="two tensors would be stored as 'w:values'"):
-        lobs.save_compact(tmp_path / "x", {"w": w, "w:values": torch.ones(3)}, {"w": mask})
+        lobs.storage.save_compact({"w": w, "w:values": torch.ones(3)}, tmp_path / "x", {"w": mask})
 
 
 def test_what_is_loaded_does_not_change_with_the_file(tmp_path):
-    path = lobs.save_compact(tmp_path / "x", {"b": torch.ones(5000)}).path
+    path = lobs.storage.save_compact({"b": torch.ones(5000)}, tmp_path / "x").path
     loaded = lobs.load(path)
     data = path.read_bytes()
     path.write_bytes(bytes(len(data)))  # in place, as a careless program would
@@ -235,14 +239,16 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_layouts_with_a_right_hash_are_refused(tmp_path, kind):
     w, mask = random_masked(50, 50, keep=0.2)
-    path = lobs.save_compact(tmp_path / "x", {"w": w, "b": torch.randn(50)}, {"w": mask}).path
+    path = lobs.storage.save_compact(
+        {"w": w, "b": torch.randn(50)}, tmp_path / "x", {"w": mask}
+    ).path
     resign(path, HOSTILE[kind])
     with pytest.raises(LobsError, match="damaged layout"):
         lobs.load(path)
 
 
 def test_other_versions_and_wrong_hashes_are_named(tmp_path):
-    path = lobs.save_compact(tmp_path / "x", nn.Linear(3, 3)).path
+    path = lobs.storage.save_compact(nn.Linear(3, 3), tmp_path / "x").path
     with safe_open(path, "pt") as file:
         header = file.metadata()
     save_file(load_file(path), path, metadata={**header, "version": "2"})

@@ -25,9 +25,9 @@ def original(path):
         state[name] = torch.randn(shape).masked_fill(~masks[name], 0)
         state[name.replace("weight", "bias")] = torch.randn(shape[0])
     state["steps"] = torch.tensor(7)
-    lobs.save_compact(
-        path,
+    lobs.storage.save_compact(
         state,
+        path,
         masks,
         {"kept": 1, "layers": []},
         values=random.choice(["same", "float16", "int8"]),

@@ -1,10 +1,10 @@
-"""Sparse networks that run faster: engines for layers, stopwatches, and `accelerate`, which decides by measuring."""
+"""Make sparse networks run faster: time several implementations of every layer, keep the best."""
 
 from __future__ import annotations
 
+from lobs._system.stopwatch import Interval, median, speedup, take_turns
 from lobs.deploy.accelerate.acceleration import Acceleration, accelerate
 from lobs.deploy.accelerate.layerwise import LayerTiming
-from lobs._system.stopwatch import Interval, median, speedup, take_turns
 
 __all__ = [
     "Acceleration",

@@ -1,4 +1,4 @@
-"""`accelerate`: every layer by the fastest exact implementation, measured here, for this layer and this batch."""
+"""`accelerate`: replace every layer by its fastest exact implementation, measured here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.progress import shown, track
+from lobs._system.stopwatch import Interval, median, speedup, take_turns
 from lobs.calibration.forward import batch_size, call
 from lobs.deploy.accelerate.fusing import fuse, replaced
 from lobs.deploy.accelerate.layerwise import LayerTiming, close, measure_layer, replaceable, runner
-from lobs._system.stopwatch import Interval, median, speedup, take_turns
+from lobs.layers.hooks import before_forward
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Acceleration:
-    """An accelerated copy of a network and the measurements behind it. `model` is for inference; its parameters are frozen."""
+    """An accelerated copy of a network and its measurements.
+
+    `model` is for inference: its parameters are frozen.
+    """
 
     model: nn.Module
     layers: tuple[LayerTiming, ...]
@@ -28,8 +32,14 @@ class Acceleration:
     batch: int
     note: str = ""
 
+    def __repr__(self) -> str:
+        return (
+            f"Acceleration({self.speedup:.2f} times faster at batch {self.batch}, "
+            f"{len(self.layers)} layers measured)"
+        )
+
     def summary(self) -> str:
-        """The crossover table, in plain text: microseconds by layer and implementation."""
+        """Return a table in plain text: microseconds by layer and implementation."""
         kinds = [
             k
             for k in ("dense", "csr", "bsr", "compiled", "shrunk")
@@ -67,23 +77,24 @@ def accelerate(
     seconds: float = 0.5,
     progress: bool = True,
 ) -> Acceleration:
-    """Replace layers by the fastest exact implementation for an example batch; never slower, or it stays dense.
+    """Return a copy with every layer in the fastest exact implementation for an example batch.
 
-    Each Linear and Conv2d is timed on the input it gets from `example`: dense torch, torch's CSR
-    and BSR, a compiled sparse kernel, and dense without the rows and columns that died. Runs of
-    Linear and ReLU in a Sequential are also tried as one compiled call. A replacement must win by
-    more than `margin` and by more than the noise; last, the whole network must.
+    Each Linear and Conv2d is timed on the input it gets from `example`. The candidates are dense
+    torch, torch's CSR and BSR, a compiled sparse kernel, and dense without empty rows and columns.
+    Runs of Linear and ReLU in a Sequential are also tried as one compiled call. A replacement must
+    win by more than `margin` and by more than the noise. So must the whole network in the end,
+    otherwise it stays dense.
 
-    The copy computes densely whatever it was not measured for: training, gradients, autocast, other
-    devices and dtypes, and inputs more than twice as large or small. If its weights change (in
-    place; not through `.data`), the sparse copies follow.
+    The copy computes densely in cases that were not measured: training, gradients, autocast, other
+    devices and dtypes, and inputs more than twice as large or small. If its weights change in place
+    (not through `.data`), the sparse copies follow.
 
     Args:
         model: the network; it is copied, not changed.
-        example: a batch as it will come: a tensor, a tuple whose first item is the input, or a
-            mapping of keyword arguments.
-        margin: by how much faster a replacement must be.
-        seconds: how long to measure each layer, about.
+        example: a batch of the size to expect: a tensor, a tuple whose first item is the input, or
+            a mapping of keyword arguments.
+        margin: the smallest gain of a replacement, as a fraction.
+        seconds: about how long to measure each layer.
         progress: show a bar while measuring.
     """
     dense = copy.deepcopy(model).eval().requires_grad_(False)
@@ -98,33 +109,37 @@ def accelerate(
                 fast = replaced(fast, name, better) if better is not None else fast
                 advance(1)
         fast, fused = fuse(fast, inputs, example, margin, seconds)
-        samples = take_turns(
-            {"dense": runner(dense, example), "fast": runner(fast, example)}, 2 * seconds, 41
-        )
-        gain, note = speedup(samples["dense"], samples["fast"]), ""
-        changed = any(row.chosen != "dense" for row in (*rows, *fused))
-        if changed and (
-            gain.low <= 1 or not close(_answers(fast, example), _answers(dense, example))
-        ):
-            note = "the whole network was not reliably faster, so it stays dense"
-            fast = dense
-        elif not changed:
-            note = "no layer was reliably faster another way, so the network stays dense"
-        if fast is dense or not changed:
-            samples["fast"], gain = samples["dense"], Interval(1.0, 1.0, 1.0)
+        return _compare(dense, fast, (*rows, *fused), example, 2 * seconds)
+
+
+def _compare(
+    dense: nn.Module, fast: nn.Module, rows: tuple[LayerTiming, ...], example: Any, seconds: float
+) -> Acceleration:
+    """Time the whole network both ways; keep the dense one unless the other is surely faster."""
+    samples = take_turns(
+        {"dense": runner(dense, example), "fast": runner(fast, example)}, seconds, 41
+    )
+    gain, note = speedup(samples["dense"], samples["fast"]), ""
+    if all(row.chosen == "dense" for row in rows):
+        note = "no layer was reliably faster another way, so the network stays dense"
+    elif gain.low <= 1 or not close(_outputs(fast, example), _outputs(dense, example)):
+        note = "the whole network was not reliably faster, so it stays dense"
+        fast = dense
+    if note:
+        samples["fast"], gain = samples["dense"], Interval(1.0, 1.0, 1.0)
     return Acceleration(
-        fast,
-        (*rows, *fused),
-        median(samples["dense"]),
-        median(samples["fast"]),
-        gain,
-        batch_size(example),
-        note,
+        model=fast,
+        layers=rows,
+        dense=median(samples["dense"]),
+        accelerated=median(samples["fast"]),
+        speedup=gain,
+        batch=batch_size(example),
+        note=note,
     )
 
 
 def _inputs(model: nn.Module, example: Any) -> dict[str, Tensor]:
-    """What each replaceable layer is given first."""
+    """Return the first input of each replaceable layer."""
     found: dict[str, Tensor] = {}
     handles = []
     for name, module in model.named_modules():
@@ -135,7 +150,7 @@ def _inputs(model: nn.Module, example: Any) -> dict[str, Tensor]:
             if args and isinstance(args[0], Tensor) and args[0].numel():
                 found.setdefault(name, args[0].detach().clone())
 
-        handles.append(module.register_forward_pre_hook(watch))
+        handles.append(before_forward(module, watch))
     try:
         call(model, example)
     finally:
@@ -144,8 +159,8 @@ def _inputs(model: nn.Module, example: Any) -> dict[str, Tensor]:
     return found
 
 
-def _answers(model: nn.Module, example: Any) -> list[Tensor]:
-    """Every floating-point tensor that a network answers with, whatever it is wrapped in."""
+def _outputs(model: nn.Module, example: Any) -> list[Tensor]:
+    """Return every floating-point tensor of a network's output."""
     leaves = torch.utils._pytree.tree_leaves(call(model, example))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

@@ -1,4 +1,7 @@
-"""Ways to compute what a layer computes. Each takes what it was measured for and leaves everything else to dense torch."""
+"""Engines that compute a layer from its non-zero weights.
+
+An engine runs only in the cases it was measured for. Dense torch computes everything else.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from lobs._system.threads import workers
 from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one, convolve
 
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
-# an engine runs for inputs up to this factor larger or smaller than the one it was measured with
+# An engine runs for inputs up to this factor larger or smaller than the measured one.
 _NEAR = 2
+_WORTH_A_THREAD = 2_000_000  # multiply-adds
+_OFFSET_TABLES = 8  # image sizes whose offsets a convolution remembers
 
 
 class Engine(ABC):
-    """Computes some layers from arrays made of their weights, and notices when the weights have changed since."""
+    """Compute layers from arrays made of their weights, and notice when the weights change."""
 
     name = "engine"
 
@@ -29,7 +34,7 @@ class Engine(ABC):
         self.refresh()
 
     def takes(self, x: Tensor) -> bool:
-        """Whether this input, here and now, is one to compute; False means: let dense torch do it."""
+        """Return whether the engine may compute this input. If not, dense torch does."""
         if (
             type(x) is not Tensor
             or x.dtype is not torch.float32
@@ -54,11 +59,8 @@ class Engine(ABC):
             if layer.training:
                 return False
         version = 0
-        for (
-            slots,
-            key,
-            tensor,
-        ) in self.watched:  # slots, because a module's own look-up takes longer than a small layer
+        # Dictionaries, because a module's attribute look-up takes longer than a small layer.
+        for slots, key, tensor in self.watched:
             if slots[key] is not tensor:
                 self.refresh()
                 return True
@@ -68,11 +70,11 @@ class Engine(ABC):
         return True
 
     def fits(self, x: Tensor) -> bool:
-        """Whether an input has the shape the layers take; others get dense torch's error message."""
+        """Return whether an input has the right shape. Others get dense torch's error message."""
         return x.dim() > 0 and x.shape[-1] == self.layers[0].weight.shape[1]
 
     def refresh(self) -> None:
-        """Make the arrays anew from the layers' weights."""
+        """Rebuild the arrays from the layers' weights."""
         self.watched: list[tuple[dict[str, Any], str, Tensor]] = [
             (layer._parameters, key, tensor)
             for layer in self.layers
@@ -89,15 +91,15 @@ class Engine(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make what `run` needs from the weights."""
+        """Build the arrays that `run` needs from the weights."""
 
     @abstractmethod
     def run(self, x: Tensor) -> Tensor:
-        """The layers' output."""
+        """Return the layers' output."""
 
 
 def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
-    """Row starts, columns and values of a matrix's non-zeros."""
+    """Return row starts, columns and values of a matrix's non-zeros."""
     dense = matrix.detach().numpy()
     there = dense != 0
     starts = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.uint32)
@@ -105,7 +107,7 @@ def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
 
 
 def bias_of(layer: nn.Linear | nn.Conv2d) -> Any:
-    """A layer's bias, zeros where it has none."""
+    """Return a layer's bias, or zeros if it has none."""
     return (
         np.zeros(len(layer.weight), np.float32)
         if layer.bias is None
@@ -114,7 +116,7 @@ def bias_of(layer: nn.Linear | nn.Conv2d) -> Any:
 
 
 class ChainEngine(Engine):
-    """Linear layers one after the other, with or without ReLU, in one compiled call."""
+    """Compute a chain of Linear layers, each with or without ReLU, in one compiled call."""
 
     name = "compiled"
 
@@ -129,7 +131,7 @@ class ChainEngine(Engine):
         super().__init__(layers, example)
 
     def prepare(self) -> None:
-        """All layers' rows behind one another."""
+        """Concatenate the rows of all layers."""
         pieces = [rows_of(layer.weight) for layer in self.layers]
         before = np.cumsum([0] + [len(values) for _, _, values in pieces])
         starts = [s[:-1] + shift for (s, _, _), shift in zip(pieces, before[:-1], strict=True)]
@@ -150,13 +152,13 @@ class ChainEngine(Engine):
         self.features, self.units = int(widths[0]), int(widths[-1])
 
     def fits(self, x: Tensor) -> bool:
-        """Features in the last dimension, or in all but the first where they are flattened."""
+        """Return whether the features are last or, with `flatten`, in all dimensions but one."""
         if self.flatten:
             return x.dim() > 1 and x.numel() == len(x) * self.features
         return x.dim() > 0 and x.shape[-1] == self.features
 
     def run(self, x: Tensor) -> Tensor:
-        """One input by gathering, more in tiles of the batch."""
+        """Compute one input by gathering, a batch in tiles."""
         given = (x.detach() if x.requires_grad else x).numpy()
         if not given.flags.c_contiguous:
             given = np.ascontiguousarray(given)
@@ -172,20 +174,20 @@ class ChainEngine(Engine):
 
 
 class ConvEngine(Engine):
-    """A convolution by its non-zero weights: shifted planes times numbers."""
+    """Compute a convolution by its non-zero weights: shifted planes times numbers."""
 
     name = "compiled"
     layers: list[nn.Conv2d]  # type: ignore[assignment]
 
     def prepare(self) -> None:
-        """Rows of weights; where a weight's plane begins depends on the image's size and is found once for each."""
+        """Collect the rows of weights. Offsets of their planes are computed once per image size."""
         conv = self.layers[0]
         self.starts, self.flat, self.values = rows_of(conv.weight.reshape(len(conv.weight), -1))
         self.bias = bias_of(conv)
         self.placed: dict[tuple[int, int], Any] = {}
 
     def fits(self, x: Tensor) -> bool:
-        """An image or a batch of them with the right channels, no smaller than the kernel."""
+        """Return whether the input is one or more images with the right channels, large enough."""
         conv = self.layers[0]
         if x.dim() not in (3, 4) or x.shape[-3] != conv.in_channels or not x.numel():
             return False
@@ -213,9 +215,8 @@ class ConvEngine(Engine):
             image = nn.functional.pad(
                 image, [0, broad * sw - image.shape[3], 0, tall * sh - image.shape[2]]
             )
-            image = (
-                image.unflatten(3, (broad, sw)).unflatten(2, (tall, sh)).permute(0, 1, 3, 5, 2, 4)
-            )  # type: ignore[no-untyped-call]
+            phases = image.reshape(*image.shape[:2], tall, sh, broad, sw)
+            image = phases.permute(0, 1, 3, 5, 2, 4)
         planes = image.reshape(len(image), -1).contiguous().numpy()
         out = np.empty((len(planes), len(self.bias), high, wide), np.float32)
         arrays = (self.starts, self._offsets(tall, broad), self.values, self.bias, broad)
@@ -225,7 +226,7 @@ class ConvEngine(Engine):
 
     def _offsets(self, tall: int, broad: int) -> Any:
         if (tall, broad) not in self.placed:
-            if len(self.placed) > 8:  # images of ever new sizes must not fill the memory
+            if len(self.placed) > _OFFSET_TABLES:  # images of ever new sizes must not fill memory
                 self.placed.clear()
             self.placed[tall, broad] = self._place(tall, broad)
         return self.placed[tall, broad]
@@ -244,12 +245,12 @@ class ConvEngine(Engine):
 
 
 def _version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not count that."""
+    """Return a tensor's count of in-place changes. Inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is at work: tensors then are not what they seem."""
+    """Return whether torch.func or forward-mode differentiation is active."""
     return (
         torch.autograd.forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -259,10 +260,18 @@ def _transformed() -> bool:
 def spread(
     kernel: Callable[..., None], x: Any, arrays: tuple[Any, ...], out: Any, step: int
 ) -> None:
-    """Run a kernel over the first dimension, in as many threads as torch would use where each gets work worth it."""
+    """Run a kernel over slices of the first dimension, in torch's number of threads at most.
+
+    Args:
+        kernel: called with a slice of `x`, the arrays, and the same slice of `out`.
+        x: the inputs.
+        arrays: row starts, positions, values and bias, and what else the kernel takes.
+        out: the outputs, written in place.
+        step: slices are multiples of this many rows.
+    """
     threads = torch.get_num_threads()
     work = len(arrays[2]) * (out.size // max(1, len(arrays[3])))  # multiply-adds
-    pieces = min(threads, len(x) // step, int(work // 2_000_000))
+    pieces = min(threads, len(x) // step, int(work // _WORTH_A_THREAD))
     if pieces < 2:
         kernel(x, *arrays, out)
         return

@@ -1,4 +1,7 @@
-"""Runs of Linear and ReLU as one compiled call: small networks spend most of their time between layers."""
+"""Fuse runs of Linear and ReLU into one compiled call.
+
+Small networks spend most of their time between layers.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lobs._system.stopwatch import median, speedup, take_turns
 from lobs.calibration.forward import call
 from lobs.deploy.accelerate.engines import ChainEngine
 from lobs.deploy.accelerate.layerwise import LayerTiming, best, close, replaceable, runner
 from lobs.deploy.accelerate.modules import FastSequential, same_as
-from lobs._system.stopwatch import median, speedup, take_turns
+from lobs.layers.hooks import before_forward
 
 
 def fuse(
     model: nn.Module, inputs: Mapping[str, Tensor], example: Any, margin: float, seconds: float
 ) -> tuple[nn.Module, list[LayerTiming]]:
-    """Try runs of Linear and ReLU in every plain Sequential as one compiled call."""
+    """Try runs of Linear and ReLU in every plain Sequential as one compiled call.
+
+    Args:
+        model: the network; it is changed.
+        inputs: the first input of each replaceable layer, by name.
+        example: a batch.
+        margin: the smallest gain, as a fraction.
+        seconds: about how long to measure each run.
+    """
     rows = []
     for name, sequential in list(model.named_modules()):
         if type(sequential).forward is not nn.Sequential.forward:
@@ -31,8 +43,11 @@ def fuse(
             part = nn.Sequential(OrderedDict(children[start:stop]))
             if x is None:
                 continue
-            if start < first and (seen := _seen(model, sequential[start], example)) is not None:
-                x = seen
+            if (
+                start < first
+                and (given := _first_input(model, sequential[start], example)) is not None
+            ):
+                x = given
             row, engine = _measure_run(part, x, margin, seconds)
             rows.append(row)
             if engine is not None:
@@ -45,10 +60,10 @@ def fuse(
 
 
 def runs_of_linear(sequential: nn.Sequential) -> list[tuple[int, int]]:
-    """Stretches of at least two modules that one compiled chain computes: Linear, each with a ReLU behind it or not.
+    """Return stretches of two or more modules that one compiled chain can compute.
 
-    A Flatten of all but the batch may come first; what eval mode does nothing with (Dropout,
-    Identity) is passed over.
+    A stretch has Linear layers, each with or without a ReLU. A Flatten of all but the batch may
+    come first. Dropout and Identity are passed over: they do nothing in eval mode.
     """
     modules = list(sequential)
     runs, at = [], 0
@@ -109,7 +124,7 @@ def _measure_run(
 
 
 def _relus(modules: list[nn.Module]) -> list[bool]:
-    """For each Linear of a run, whether a ReLU follows before the next one."""
+    """Return, for each Linear of a run, whether a ReLU follows before the next one."""
     relus: list[bool] = []
     for module in modules:
         if isinstance(module, nn.Linear):
@@ -119,11 +134,9 @@ def _relus(modules: list[nn.Module]) -> list[bool]:
     return relus
 
 
-def _seen(model: nn.Module, module: nn.Module, example: Any) -> Tensor | None:
+def _first_input(model: nn.Module, module: nn.Module, example: Any) -> Tensor | None:
     found: list[Tensor] = []
-    handle = module.register_forward_pre_hook(
-        lambda _, args: found.append(args[0].detach().clone())
-    )
+    handle = before_forward(module, lambda _, args: found.append(args[0].detach().clone()))
     try:
         call(model, example)
     finally:
@@ -132,7 +145,13 @@ def _seen(model: nn.Module, module: nn.Module, example: Any) -> Tensor | None:
 
 
 def replaced(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """The network with one of its modules, or all of it, exchanged."""
+    """Return the network with one of its modules, or all of it, replaced.
+
+    Args:
+        model: the network; it is changed.
+        name: the module's name; empty for the network itself.
+        module: the replacement.
+    """
     if not name:
         return module
     parent, _, key = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""One layer, every way it could be computed, and which of them is fastest here."""
+"""Time every implementation of one layer and choose the fastest."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lobs.errors import CalibrationError
+from lobs._system.stopwatch import Samples, median, speedup, take_turns
 from lobs.deploy.accelerate.engines import ChainEngine, ConvEngine, Engine
 from lobs.deploy.accelerate.modules import fast_layer
-from lobs._system.stopwatch import Samples, median, speedup, take_turns
 from lobs.deploy.accelerate.torch_engines import BsrEngine, CsrEngine, ShrunkEngine
+from lobs.errors import CalibrationError
 
-_EXACT = 1e-4  # of the largest output: what another order of float32 sums may move
+_EXACT = 1e-4  # relative to the largest output: what another order of float32 sums may change
 
 
 @dataclass(frozen=True)
 class LayerTiming:
-    """One layer, or a run of layers computed at once: seconds a call of every implementation, and the one chosen.
+    """Seconds per call of every implementation of a layer or fused run, and the chosen one.
 
-    `crossover` estimates the fraction of kept weights at which the compiled kernel would be no
-    faster than dense, from its time at this fraction and its time with no weights at all.
+    `crossover` estimates the kept fraction at which the compiled kernel is as fast as dense. It is
+    interpolated from the times at this fraction and with no weights at all.
     """
 
     name: str
@@ -38,7 +38,10 @@ class LayerTiming:
 
 
 def replaceable(module: nn.Module) -> bool:
-    """A plain Linear or Conv2d in float32 on the CPU, without hooks or parametrisations that a replacement would pass by."""
+    """Return whether a module is a plain Linear or Conv2d in float32 on the CPU.
+
+    Hooks and parametrisations rule it out, because a replacement would not call them.
+    """
     if type(module) not in (nn.Linear, nn.Conv2d) or parametrize.is_parametrized(module):
         return False
     if (
@@ -55,7 +58,15 @@ def replaceable(module: nn.Module) -> bool:
 def measure_layer(
     name: str, layer: nn.Module, x: Tensor, margin: float, seconds: float
 ) -> tuple[LayerTiming, nn.Module | None]:
-    """Time a layer every way that suits it; the module to put in its place, or None where dense stays."""
+    """Time a layer's implementations; return the times and the replacement, None if dense stays.
+
+    Args:
+        name: the layer's name.
+        layer: a Linear or Conv2d.
+        x: the input to time it on.
+        margin: the smallest gain, as a fraction.
+        seconds: about how long to measure.
+    """
     assert isinstance(layer, nn.Linear | nn.Conv2d)
     kept = float((layer.weight != 0).float().mean())
     candidates: dict[str, nn.Module] = {"dense": layer}
@@ -80,7 +91,7 @@ def measure_layer(
 
 
 def _engines(layer: nn.Module, x: Tensor) -> dict[str, Callable[[], Engine]]:
-    """Every engine that could compute a layer."""
+    """Return a maker for every engine that can compute a layer."""
     makers: dict[str, Callable[[], Engine]] = {}
     if isinstance(layer, nn.Linear):
         makers["compiled"] = lambda: ChainEngine([layer], [False], x)
@@ -97,7 +108,7 @@ def _engines(layer: nn.Module, x: Tensor) -> dict[str, Callable[[], Engine]]:
 def _working(
     layer: nn.Linear | nn.Conv2d, make: Callable[[], Engine], x: Tensor
 ) -> nn.Module | None:
-    """The layer with an engine, unless this build of torch lacks it or its answer is not the same."""
+    """Return the layer with an engine; None if torch lacks it or the output differs."""
     try:
         fast = fast_layer(layer, make())
         return fast if close([fast(x)], [layer(x)]) else None
@@ -106,7 +117,7 @@ def _working(
 
 
 def best(samples: Samples, margin: float) -> tuple[str, float]:
-    """The fastest that is faster than dense beyond margin and noise."""
+    """Return the fastest implementation that beats dense by margin and noise, and its gain."""
     ratios = {
         kind: speedup(samples["dense"], taken) for kind, taken in samples.items() if kind != "dense"
     }
@@ -116,7 +127,7 @@ def best(samples: Samples, margin: float) -> tuple[str, float]:
 
 
 def _crossover(layer: nn.Linear | nn.Conv2d, x: Tensor, kept: float, samples: Samples) -> float:
-    """Kept fraction at which the compiled kernel meets dense, on the line through this layer and an empty one."""
+    """Estimate the kept fraction at which the compiled kernel is as fast as dense."""
     empty = copy.deepcopy(layer)
     empty.weight.zero_()
     bare = fast_layer(empty, _engines(empty, x)["compiled"]())
@@ -126,7 +137,7 @@ def _crossover(layer: nn.Linear | nn.Conv2d, x: Tensor, kept: float, samples: Sa
 
 
 def runner(model: nn.Module, example: Any) -> Callable[[], Any]:
-    """A call with nothing around it, so that small networks are not timed with our own overhead."""
+    """Return a bare call of the network, without overhead that would distort small timings."""
     if isinstance(example, Mapping):
         return lambda: model(**example)
     x = example[0] if isinstance(example, tuple | list) else example
@@ -139,7 +150,7 @@ def runner(model: nn.Module, example: Any) -> Callable[[], Any]:
 
 
 def close(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Whether answers differ by no more than another order of sums explains."""
+    """Return whether outputs differ by no more than another order of sums explains."""
     pairs = list(zip(one, other, strict=True))
     return all(
         a.shape == b.shape and float((a - b).abs().max()) <= _EXACT * (1e-6 + float(b.abs().max()))

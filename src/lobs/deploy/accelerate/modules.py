@@ -1,7 +1,7 @@
-"""Modules that compute with an engine where it applies and with dense torch where not.
+"""Modules that compute with an engine where it applies, and with dense torch elsewhere.
 
-They share the parameters of the module they stand for and keep its names, so that state dicts,
-`isinstance` and indexing stay as they were.
+They share parameters and names with the module they replace. State dicts, `isinstance` and indexing
+stay as they were.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class FastLinear(nn.Linear):
     engine: Engine
 
     def forward(self, x: Tensor) -> Tensor:
-        """The engine's answer, or dense torch's."""
+        """Compute with the engine, or with dense torch."""
         return self.engine.run(x) if self.engine.takes(x) else super().forward(x)
 
     def extra_repr(self) -> str:
-        """The engine beside the sizes."""
+        """Print the engine beside the sizes."""
         return f"{super().extra_repr()}, engine={self.engine.name}"
 
 
@@ -35,21 +35,24 @@ class FastConv2d(nn.Conv2d):
     engine: Engine
 
     def forward(self, x: Tensor) -> Tensor:
-        """The engine's answer, or dense torch's."""
+        """Compute with the engine, or with dense torch."""
         return self.engine.run(x) if self.engine.takes(x) else super().forward(x)
 
     def extra_repr(self) -> str:
-        """The engine beside the sizes."""
+        """Print the engine beside the sizes."""
         return f"{super().extra_repr()}, engine={self.engine.name}"  # type: ignore[no-untyped-call]
 
 
 class FastSequential(nn.Sequential):
-    """A Sequential in which runs of Linear layers are one compiled call; `runs` says where each begins and ends."""
+    """A Sequential in which runs of Linear layers are one compiled call.
+
+    `runs` has the first index, the index after the last, and the engine of each.
+    """
 
     runs: list[tuple[int, int, ChainEngine]]
 
     def forward(self, x: Any) -> Any:
-        """Fused runs where they apply, single modules elsewhere."""
+        """Compute fused runs where they apply, single modules elsewhere."""
         modules = list(self._modules.values())
         at = 0
         for start, stop, engine in self.runs:
@@ -61,9 +64,9 @@ class FastSequential(nn.Sequential):
 
 
 def _plain(modules: list[Any]) -> bool:
-    """Whether nobody would notice that these are not called one by one: none is training (dropout), none has hooks."""
+    """Return whether modules may be fused: none has hooks, and none is training (dropout)."""
     for module in modules:
-        slots = module.__dict__  # a module's own look-up takes longer than a small layer
+        slots = module.__dict__  # attribute look-up takes longer than a small layer
         if slots["training"] or slots["_forward_hooks"] or slots["_forward_pre_hooks"]:
             return False
     return True
@@ -76,7 +79,7 @@ def _through(modules: list[Any], x: Any) -> Any:
 
 
 def same_as(kind: type[M], module: nn.Module) -> M:
-    """A module of another class with the same parameters, names and settings."""
+    """Return a module of another class with the same parameters, names and settings."""
     twin = kind.__new__(kind)
     twin.__dict__.update(
         {
@@ -88,7 +91,7 @@ def same_as(kind: type[M], module: nn.Module) -> M:
 
 
 def fast_layer(layer: nn.Linear | nn.Conv2d, engine: Engine) -> FastLinear | FastConv2d:
-    """The layer, computed by an engine."""
+    """Return the layer, computed by an engine."""
     fast = (
         same_as(FastConv2d, layer) if isinstance(layer, nn.Conv2d) else same_as(FastLinear, layer)
     )

@@ -1,4 +1,4 @@
-"""Engines made of torch alone: its sparse formats, and dense layers without what died."""
+"""Engines made of torch alone: its sparse formats, and dense layers without empty rows."""
 
 from __future__ import annotations
 
@@ -10,43 +10,42 @@ from lobs.deploy.accelerate.engines import Engine
 
 
 class CsrEngine(Engine):
-    """torch's own compressed sparse rows."""
+    """Compute with torch's compressed sparse rows."""
 
     name = "csr"
 
     def prepare(self) -> None:
-        """The weight as a sparse tensor."""
-        with (
-            warnings.catch_warnings()
-        ):  # torch announces, once, that its sparse formats are in beta
+        """Convert the weight to a sparse tensor."""
+        with warnings.catch_warnings():
+            # torch announces once that its sparse formats are in beta.
             warnings.filterwarnings("ignore", "Sparse .* tensor support is in beta", UserWarning)
             self.weight = self.compress(self.layers[0].weight.detach())
         self.bias = self.layers[0].bias
 
     def compress(self, weight: Tensor) -> Tensor:
-        """Compressed rows."""
+        """Return the weight as compressed rows."""
         return weight.to_sparse_csr()
 
     def run(self, x: Tensor) -> Tensor:
-        """Sparse times dense, turned twice."""
+        """Multiply sparse by dense, transposed twice."""
         out = (self.weight @ x.detach().reshape(-1, x.shape[-1]).T).T
         out = out if self.bias is None else out + self.bias.detach()
         return out.reshape(*x.shape[:-1], -1)
 
 
 class BsrEngine(CsrEngine):
-    """torch's compressed rows of blocks, for weights whose zeros come in blocks."""
+    """Compute with torch's compressed rows of blocks, for zeros that come in blocks."""
 
     name = "bsr"
     block = 16
 
     def compress(self, weight: Tensor) -> Tensor:
-        """Compressed rows of blocks."""
+        """Return the weight as compressed rows of blocks."""
         return weight.to_sparse_bsr((self.block, self.block))
 
     @classmethod
     def suits(cls, weight: Tensor) -> bool:
-        """Whether blocks divide the matrix and at least a third of them are empty."""
+        """Return whether blocks divide the matrix and at least a third of them are empty."""
         rows, columns = weight.shape
         if rows % cls.block or columns % cls.block:
             return False
@@ -57,15 +56,15 @@ class BsrEngine(CsrEngine):
 
 
 class ShrunkEngine(Engine):
-    """Dense, with the rows and columns (channels of a convolution) that died taken out."""
+    """Compute densely without empty rows and columns (channels of a convolution)."""
 
     name = "shrunk"
 
     def prepare(self) -> None:
-        """The part of the weight that lives."""
+        """Select the rows and columns that are not empty."""
         layer = self.layers[0]
         weight = layer.weight.detach()
-        self.rows, self.columns = _alive(weight)
+        self.rows, self.columns = _nonempty(weight)
         self.weight = weight[self.rows][:, self.columns].contiguous()
         self.bias = None if layer.bias is None else layer.bias.detach()
         self.axis = 1 if isinstance(layer, nn.Conv2d) else -1
@@ -75,13 +74,13 @@ class ShrunkEngine(Engine):
         )
 
     def fits(self, x: Tensor) -> bool:
-        """Features last, or a batch of images."""
+        """Return whether the input has features last, or is a batch of images."""
         if self.axis == 1:
             return x.dim() == 4 and x.shape[1] == self.layers[0].weight.shape[1]
         return super().fits(x)
 
     def run(self, x: Tensor) -> Tensor:
-        """Pick the live inputs, compute, and put the live outputs back where they belong."""
+        """Select the used inputs, compute, and scatter the outputs."""
         layer, part = self.layers[0], x.detach()
         if not self.all_columns:
             part = part.index_select(self.axis, self.columns)
@@ -103,13 +102,13 @@ class ShrunkEngine(Engine):
 
     @classmethod
     def suits(cls, layer: nn.Linear | nn.Conv2d) -> bool:
-        """Whether at least a twentieth of the rows or columns died."""
+        """Return whether at least a twentieth of the rows or columns is empty."""
         if isinstance(layer, nn.Conv2d) and (layer.groups > 1 or layer.padding_mode != "zeros"):
             return False
-        rows, columns = _alive(layer.weight.detach())
+        rows, columns = _nonempty(layer.weight.detach())
         return len(rows) < 0.95 * len(layer.weight) or len(columns) < 0.95 * layer.weight.shape[1]
 
 
-def _alive(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _nonempty(weight: Tensor) -> tuple[Tensor, Tensor]:
     there = (weight != 0).reshape(len(weight), weight.shape[1], -1).any(dim=2)
     return there.any(dim=1).nonzero().flatten(), there.any(dim=0).nonzero().flatten()

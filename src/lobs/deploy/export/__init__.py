@@ -1,4 +1,4 @@
-"""Pruned networks for other programs: ONNX, torch.export, 2:4 tensors, torch.nn.utils.prune, and what files would weigh."""
+"""Hand pruned networks to other programs: ONNX, torch.export, 2:4 tensors, torch.nn.utils.prune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other ways of storing the same network would weigh."""
+"""Measure the file sizes of a network in common formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def dense_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Bytes of the plain safetensors file with its zeros, and of that file through gzip and, where there is one, zstd."""
+    """Return bytes of the plain safetensors file, and of that file after gzip and zstd.
+
+    zstd is left out where Python has no module for it.
+    """
     plain = save(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
     )

@@ -1,4 +1,4 @@
-"""To `torch.nn.utils.prune` and back: its `weight_orig` and `weight_mask` against our masks by name."""
+"""Convert masks to `torch.nn.utils.prune` and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lobs.errors import MaskError
 
 
 def to_torch_prune(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
-    """Register masks with `torch.nn.utils.prune`, in place, so that its tools and training loops see them."""
+    """Register masks with `torch.nn.utils.prune`, in place, for its tools and training loops."""
     for name, mask in masks.items():
         owner, _, key = name.rpartition(".")
         try:
@@ -30,10 +30,9 @@ def to_torch_prune(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
 
 
 def from_torch_prune(model: nn.Module, *, permanent: bool = True) -> dict[str, Tensor]:
-    """The masks of everything that `torch.nn.utils.prune` pruned, by parameter name.
+    """Return the masks of everything that `torch.nn.utils.prune` pruned, by parameter name.
 
-    With `permanent` the network is then made plain again, in place (`prune.remove`): zeros in
-    ordinary parameters, as `lobs` expects them.
+    With `permanent`, `prune.remove` then makes the zeros part of ordinary parameters, in place.
     """
     found = {}
     for name, module in model.named_modules():
@@ -48,7 +47,7 @@ def from_torch_prune(model: nn.Module, *, permanent: bool = True) -> dict[str, T
                 prune.remove(module, key)  # type: ignore[no-untyped-call]
     if not found:
         raise MaskError(
-            "torch.nn.utils.prune has pruned nothing here; after prune.remove, zeros are all that "
-            "is left of it."
+            "torch.nn.utils.prune has pruned nothing here. It keeps no masks after prune.remove: "
+            "read them before."
         )
     return found

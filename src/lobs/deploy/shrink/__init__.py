@@ -1,22 +1,33 @@
-"""Really remove what pruning left empty: units without weights, and channels that nothing reads."""
+"""Remove the units that pruning left without weights, and the channels that no layer reads."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from lobs.calibration.batches import guarded
 from lobs.deploy.shrink.cut import fit_to, keep_inputs, keep_normed, keep_units
-from lobs.deploy.shrink.flow import Flow, Space, trace
+from lobs.deploy.shrink.flow import Flow, Space, follow
+from lobs.errors import CalibrationError
 
 __all__ = ["Shrinkage", "fit_to", "shrink"]
 
 
 @dataclass(frozen=True)
 class Shrinkage:
-    """What `shrink` did: channels before and after by the layer that makes them, parameters, and why some had to stay."""
+    """Report what `shrink` did.
+
+    Attributes:
+        channels: units before and after, by layer.
+        before: parameters of the network before.
+        after: parameters of the smaller network.
+        stayed: why some units without weights could not be removed.
+    """
 
     channels: dict[str, tuple[int, int]]
     before: int
@@ -34,22 +45,26 @@ class Shrinkage:
         return "\n".join([*lines, f"{self.before:,} → {self.after:,} parameters ({share:.1%})"])
 
 
-def shrink(model: nn.Module, example: Tensor) -> tuple[nn.Module, Shrinkage]:
-    """A smaller network with the same outputs, in eval mode, and a report.
+def shrink(
+    model: nn.Module, batches: Tensor | Mapping[str, Any] | Iterable[Any]
+) -> tuple[nn.Module, Shrinkage]:
+    """Return a smaller network with the same outputs in eval mode, and a report.
 
-    A channel goes where all that reads it finds it constant (the constant moves into the reader's
-    bias), or gives it no weight. Residual sums lose the channels that are empty on both sides. What
-    cannot go stays, with the reason in the
-    report: a constant that a zero-padded convolution reads is not constant at its borders, and what
-    goes through steps unknown here is not followed.
+    A channel is removed where every layer that reads it finds it constant, or gives it no weight.
+    The constant moves into the reader's bias. A residual sum loses the channels that are empty on
+    both sides.
+
+    Other empty channels stay, and the report says why. A constant that a zero-padded convolution
+    reads is not constant at the borders. Channels are not followed through unknown steps.
 
     Args:
-        model: any network that `torch.fx` can trace; untouched.
-        example: one input, of any batch size.
+        model: any network that `torch.fx` can trace; left as it was found.
+        batches: the batches that `prune` takes, of which the first is used, or one input.
     """
+    example = _first(batches)
     smaller = copy.deepcopy(model)
     was: dict[str, int] = {}
-    while True:  # what goes may leave other units without weights
+    while True:  # removed channels may leave other units without weights
         sizes, stayed, removed = _pass(smaller, example)
         was, now = was or sizes, sizes
         if not removed:
@@ -60,22 +75,41 @@ def shrink(model: nn.Module, example: Tensor) -> tuple[nn.Module, Shrinkage]:
     )
 
 
-def _pass(model: nn.Module, example: Tensor) -> tuple[dict[str, int], list[str], int]:
-    """Cut once, in place; give the sizes there were, why some had to stay, and how many went."""
-    flow = trace(model, example)
+def _first(batches: Tensor | Mapping[str, Any] | Iterable[Any]) -> Any:
+    """Return the input of the first batch; a tensor or a mapping is one batch by itself."""
+    if isinstance(batches, Tensor | Mapping):
+        return batches
+    batch = next(iter(guarded(batches, again=False)), None)
+    if isinstance(batch, tuple | list):
+        batch = batch[0] if batch else None
+    if not isinstance(batch, Tensor | Mapping):
+        raise CalibrationError(
+            "shrink needs one batch to learn the shapes from, and the first is "
+            f"{'missing' if batch is None else f'a {type(batch).__name__}'}. Give the batches "
+            "that prune takes, or one input tensor."
+        )
+    return batch
+
+
+def _pass(model: nn.Module, example: Any) -> tuple[dict[str, int], list[str], int]:
+    """Remove channels once, in place.
+
+    Returns the sizes before, the reasons why units stayed, and the number of removed channels.
+    """
+    flow = follow(model, example)
     sizes, stayed, removed = dict[str, int](), list[str](), 0
     plans = [(space, *_removable(flow, space, model)) for space in flow.spaces()]
     for space, gone, reasons in plans:
         sizes |= dict.fromkeys(space.producers, space.size)
         stayed += reasons
-        going = gone[1:] if len(gone) == space.size else gone  # torch has no layers of nothing
+        going = gone[1:] if len(gone) == space.size else gone  # torch has no layers without units
         _cut(flow, space, model, going)
         removed += len(going)
     return sizes, stayed, removed
 
 
 def _removable(flow: Flow, space: Space, model: nn.Module) -> tuple[Tensor, list[str]]:
-    """Channels that can go from a space, and why some that are empty cannot."""
+    """Return the channels that can be removed from a space, and why other empty ones cannot."""
     none = torch.empty(0, dtype=torch.int64)
     nodes = [node for node, own in flow.space.items() if own is space]
     empty = torch.stack([~flow.constant[node].isnan() for node in nodes]).any(dim=0)
@@ -119,7 +153,7 @@ def _unread(flow: Flow, space: Space, model: nn.Module) -> Tensor:
 
 
 def _silent(module: nn.Module, features: int) -> Tensor:
-    """Input channels to which a layer gives no weight at all."""
+    """Return a mask of the input channels to which a layer gives no weight at all."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     columns = (weight.detach() != 0).transpose(0, 1).flatten(1).any(dim=1)

@@ -1,4 +1,4 @@
-"""Taking channels out of modules, and giving a fresh network the sizes of a shrunk one."""
+"""Remove channels from modules, and resize a fresh network to a shrunk one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lobs.errors import FileError
 
 
 def keep_units(module: nn.Linear | nn.Conv2d, units: Tensor) -> None:
-    """Leave only these output units."""
+    """Keep only these output units."""
     _set(module, "weight", module.weight.detach()[units])
     if module.bias is not None:
         _set(module, "bias", module.bias.detach()[units])
@@ -21,14 +21,20 @@ def keep_units(module: nn.Linear | nn.Conv2d, units: Tensor) -> None:
 def keep_inputs(
     module: nn.Linear | nn.Conv2d, channels: Tensor, features: int, constant: Tensor
 ) -> None:
-    """Leave only these input channels of `features` columns each; the others, constant, go into the bias."""
+    """Keep only these input channels; the others are constant and move into the bias.
+
+    Args:
+        module: the layer that reads the channels; changed in place.
+        channels: numbers of the channels to keep.
+        features: columns per channel.
+        constant: value of every channel; NaN where it is not constant.
+    """
     columns = (channels.unsqueeze(1) * features + torch.arange(features)).flatten()
     weight = module.weight.detach()
     gone = torch.ones(weight.shape[1], dtype=torch.bool)
     gone[columns] = False
-    values = constant.nan_to_num(0.0).repeat_interleave(
-        features
-    )  # not constant: then no weight reads it
+    # A removed channel that is not constant has no weight here, so any value serves.
+    values = constant.nan_to_num(0.0).repeat_interleave(features)
     lost = weight.double().flatten(2).sum(dim=2) if weight.dim() > 2 else weight.double()
     shift = lost[:, gone] @ values[gone]
     if bool((shift != 0).any()):
@@ -43,7 +49,7 @@ def keep_inputs(
 
 
 def keep_normed(norm: nn.BatchNorm1d | nn.BatchNorm2d, channels: Tensor) -> None:
-    """Leave only these channels, counted in features."""
+    """Keep only these channels of a batch norm, counted in features."""
     features = norm.num_features
     for name in ("weight", "bias", "running_mean", "running_var"):
         tensor = getattr(norm, name)
@@ -53,9 +59,9 @@ def keep_normed(norm: nn.BatchNorm1d | nn.BatchNorm2d, channels: Tensor) -> None
 
 
 def fit_to(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Resize a freshly built network in place to the sizes of a shrunk one's state dict, and load it.
+    """Resize a freshly built network to a shrunk one's state dict, load it, and return it.
 
-    A file written by `lobs shrink` holds weights only; its network is the original's code with
+    A file written by `lobs shrink` holds weights only. Its network is the original's code with
     smaller modules.
     """
     for name, module in model.named_modules():
@@ -88,7 +94,7 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _describe(module: nn.Linear | nn.Conv2d) -> None:
-    """Let the module's own numbers say what its weight says."""
+    """Set a module's size attributes to those of its weight."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     else:

@@ -1,11 +1,11 @@
-"""Which channels of which activations are constant, and which activations must keep the same channels?
+"""Follow channels through a network: which are constant, and which must stay or go together.
 
-The forward pass is traced with `torch.fx`. A convolution or fully-connected layer starts a new
-*space* of channels; what works on each channel alone stays in the space of its input, and a sum
-joins the spaces of its terms. A channel can go only from its whole space. Beside its space every
-activation carries the value of each channel that is constant, NaN for those that are
-not: a unit without weights gives its bias, and normalisations and activations carry such constants
-on.
+A convolution or fully-connected layer starts a new *space* of channels. A step that works on each
+channel alone stays in the space of its input. A sum joins the spaces of its terms. A channel can
+only be removed from its whole space.
+
+Every activation also carries the value of each channel that is constant, and NaN for the others. A
+unit without weights gives its bias. Normalisations and activations pass such constants on.
 """
 
 from __future__ import annotations
@@ -17,37 +17,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from lobs.errors import UnsupportedLayerError
-from lobs.layers.hooks import untouched
 from lobs.calibration.forward import evaluating
+from lobs.errors import UnsupportedLayerError
+from lobs.layers.graph import Trace, TraceError, trace
+from lobs.layers.operations import Kind, Step, step_of
 
 Dense = nn.Linear | nn.Conv2d
 Norm = nn.BatchNorm1d | nn.BatchNorm2d
-_ELEMENTWISE = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.Softplus,
-    nn.Identity, nn.Dropout, nn.Dropout2d,
-)  # fmt: skip
-_ELEMENTWISE_CALLS: tuple[Any, ...] = (
-    F.relu, torch.relu, F.relu6, F.gelu, F.silu, F.leaky_relu, F.elu, torch.sigmoid, torch.tanh, F.hardswish,
-    "relu", "relu_", "sigmoid", "tanh", "contiguous",
-)  # fmt: skip
-_POOLS = (nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
-_POOL_CALLS: tuple[Any, ...] = (
-    F.max_pool2d,
-    torch.max_pool2d,
-    F.adaptive_avg_pool2d,
-    F.adaptive_max_pool2d,
-)
-_SUMS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
-_FLATTEN: tuple[Any, ...] = (torch.flatten, "flatten")
-_MEANS: tuple[Any, ...] = (torch.mean, "mean")
 
 
 @dataclass(eq=False)
 class Space:
-    """Channels that stay or go together, and what stands against their going."""
+    """Hold channels that stay or go together.
+
+    Attributes:
+        size: number of channels.
+        fixed: why no channel can be removed; empty where channels can.
+        producers: names of the layers that compute the channels.
+        norms: names of the batch norms that scale them.
+        readers: names of the layers that take them as input, and the activation that each takes.
+    """
 
     size: int
     fixed: str = ""
@@ -58,14 +48,18 @@ class Space:
 
 @dataclass(eq=False)
 class Flow:
-    """All activations of a traced network: their spaces, constants, and features per channel."""
+    """Hold all activations of a traced network: their spaces, constants, and features per channel.
+
+    `origin` maps an activation to the earliest activation that may share its memory.
+    """
 
     space: dict[fx.Node, Space] = field(default_factory=dict)
     constant: dict[fx.Node, Tensor] = field(default_factory=dict)
     features: dict[fx.Node, int] = field(default_factory=dict)
+    origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def spaces(self) -> Iterator[Space]:
-        """Every space once, in the order of the forward pass."""
+        """Yield every space once, in the order of the forward pass."""
         return iter({id(space): space for space in self.space.values()}.values())
 
     def join(self, one: Space, other: Space) -> None:
@@ -79,109 +73,127 @@ class Flow:
             if space is other:
                 self.space[node] = one
 
+    def start(self, node: fx.Node, size: int, fixed: str = "") -> Space:
+        """Put a node into a new space without constants."""
+        self.space[node] = Space(size, fixed)
+        self.constant[node] = torch.full((size,), torch.nan, dtype=torch.float64)
+        self.features[node] = 1
+        return self.space[node]
 
-class _Shapes(fx.Interpreter):
-    def __init__(self, traced: fx.GraphModule) -> None:
-        super().__init__(traced)
-        self.shapes: dict[fx.Node, torch.Size] = {}
+    def carry(self, node: fx.Node, source: fx.Node, constant: Tensor) -> None:
+        """Put a node into the space of its input, with new constants."""
+        self.space[node], self.constant[node] = self.space[source], constant
+        self.features[node] = self.features[source]
 
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor):
-            self.shapes[n] = value.shape
-        return value
+    def fix(self, node: fx.Node, reason: str) -> None:
+        """Keep all channels that a node reads."""
+        for source in node.all_input_nodes:
+            if source in self.space:
+                self.space[source].fixed = self.space[source].fixed or reason
+
+    def overwrite(self, source: fx.Node, node: fx.Node) -> None:
+        """Drop the constants of activations whose memory a step overwrites.
+
+        An activation that only leads to the step is read by no other step, so it keeps its own.
+        """
+        memory = self.origin.get(source, source)
+        shared = [n for n in self.constant if self.origin.get(n, n) is memory and n is not node]
+        if all(len(n.users) == 1 for n in shared):
+            return
+        for other in shared:
+            same = self.constant[other] == self.constant[node]
+            self.constant[other] = torch.where(same, self.constant[other], torch.nan)
 
 
-def trace(model: nn.Module, example: Tensor) -> Flow:
-    """Follow the channels through a network, run once on an example."""
+def follow(model: nn.Module, example: Any) -> Flow:
+    """Trace a network, run it once on an example, and return the flow of its channels."""
     try:
-        with evaluating(model), untouched(model):
-            traced = fx.symbolic_trace(model)
-            recorder = _Shapes(traced)
-            recorder.run(example)
-    except Exception as error:  # tracing runs the user's code, which may raise anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        with evaluating(model):
+            traced = trace(model, example)
+    except TraceError as error:
         raise UnsupportedLayerError(
-            f"cannot shrink this network: its forward pass could not be traced ({reason})."
+            f"cannot shrink this network: its forward pass could not be traced ({error})."
         ) from error
     flow = Flow()
     calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
     shared = {name for name in calls if calls.count(name) > 1}
     for node in traced.graph.nodes:
-        if node in recorder.shapes and node.op != "output":
-            _follow(flow, model, node, recorder.shapes, shared)
+        if node in traced.shapes and node.op != "output":
+            _follow(flow, model, node, traced, shared)
         elif node.op == "output":
-            _fix(flow, node, "the network returns it")
-        elif not _asks_batch_size(node):
-            _fix(flow, node, f"'{node.name}' looks at its shape")
+            flow.fix(node, "the network returns it")
+        elif _reads_channels(node):
+            flow.fix(node, f"'{node.name}' looks at its shape")
     return flow
 
 
-def _asks_batch_size(node: fx.Node) -> bool:
-    if node.target == "size":
-        return bool(node.args[1:] == (0,))
-    return node.target in (getattr, operator.getitem) or not node.all_input_nodes
+def _reads_channels(node: fx.Node) -> bool:
+    """Return whether a step that gives no tensor may depend on the number of channels."""
+    if _is_shape(node):
+        return not all(_is_batch_size(user) for user in node.users)
+    if node.target in (getattr, operator.getitem):  # x.device and the like; items of a shape
+        return False
+    return bool(node.all_input_nodes) and not _is_batch_size(node)
 
 
-def _fix(flow: Flow, node: fx.Node, why: str) -> None:
-    for source in node.all_input_nodes:
-        if source in flow.space:
-            flow.space[source].fixed = flow.space[source].fixed or why
+def _is_shape(node: Any) -> bool:
+    """Return whether a node is `x.shape` or `x.size()`."""
+    if not isinstance(node, fx.Node):
+        return False
+    return node.args[1:] == (() if node.target == "size" else ("shape",)) and (
+        node.target in (getattr, "size")
+    )
 
 
-def _follow(
-    flow: Flow, model: nn.Module, node: fx.Node, shapes: dict[fx.Node, torch.Size], shared: set[str]
-) -> None:
+def _is_batch_size(node: Any) -> bool:
+    """Return whether a node is `x.size(0)` or `x.shape[0]`."""
+    if not isinstance(node, fx.Node) or node.args[1:] != (0,):
+        return False
+    return node.target == "size" or (node.target is operator.getitem and _is_shape(node.args[0]))
+
+
+def _follow(flow: Flow, model: nn.Module, node: fx.Node, traced: Trace, shared: set[str]) -> None:
+    """Put one node into a space, with its constants."""
+    name, shape = str(node.target), traced.shapes[node]
     sources = [n for n in node.all_input_nodes if n in flow.space]
-    module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if (
-        isinstance(module, Dense)
-        and len(sources) == 1
-        and _plain(module, shapes[node], str(node.target), shared)
-    ):
+    module = model.get_submodule(name) if node.op == "call_module" else None
+    step = step_of(node, module)
+    if len(sources) == 1 and isinstance(module, Dense) and _can_be_cut(module, shape, name, shared):
         _through_dense(flow, node, sources[0], module)
-    elif (
-        isinstance(module, Norm)
-        and str(node.target) not in shared
-        and module.running_mean is not None
-    ):
+    elif len(sources) == 1 and isinstance(module, Norm) and name not in shared and _fixed(module):
         _through_norm(flow, node, sources[0], module)
+    elif step is not None and _is_sum(step, sources, traced):
+        flow.join(flow.space[sources[0]], flow.space[sources[1]])
+        flow.carry(node, sources[0], flow.constant[sources[0]] + flow.constant[sources[1]])
     elif (
-        node.op != "call_module"
-        and node.target in _SUMS
-        and len(sources) == 2
-        and shapes[sources[0]] == shapes[sources[1]]
-    ):
-        one, other = sources
-        flow.join(flow.space[one], flow.space[other])
-        _carry(flow, node, one, flow.constant[one] + flow.constant[other])
-    elif (
-        len(sources) == 1
-        and (kept := _by_channel(node, module, flow.constant[sources[0]], shapes[sources[0]]))
+        step is not None
+        and len(sources) == 1
+        and (constant := _by_channel(step, flow.constant[sources[0]], node, sources[0], traced))
         is not None
     ):
-        _carry(flow, node, sources[0], kept)
-        channels = flow.space[node].size
-        flow.features[node] = shapes[node][1] // channels
-    else:
-        what = (
-            type(module).__name__
-            if module is not None
-            else getattr(node.target, "__name__", str(node.target))
-        )
-        _fix(
-            flow, node, f"it feeds '{node.name}' ({what}), through which channels are not followed"
-        )
-        _start(
-            flow,
-            node,
-            shapes[node],
-            f"'{node.name}' gives it" if node.op != "placeholder" else "it is the network's input",
-        )
+        flow.carry(node, sources[0], constant)
+        flow.features[node] = shape[1] // flow.space[node].size
+    else:  # all channels of the space stay, so nothing more need be known about it
+        _start(flow, node, module, shape)
+        return
+    if step is not None and step.shares_memory:
+        flow.origin[node] = flow.origin.get(sources[0], sources[0])
+    if step is not None and step.in_place:
+        flow.overwrite(sources[0], node)
 
 
-def _plain(module: nn.Module, shape: torch.Size, name: str, shared: set[str]) -> bool:
-    """One group, one call, one vector a sample: what can be cut."""
+def _start(flow: Flow, node: fx.Node, module: nn.Module | None, shape: torch.Size) -> None:
+    """Start a space that no channel can be removed from, after a step of unknown kind."""
+    target: Any = node.target
+    what = type(module).__name__ if module else getattr(target, "__name__", str(target))
+    flow.fix(node, f"it feeds '{node.name}' ({what}), through which channels are not followed")
+    given = node.op == "placeholder"
+    reason = "it is the network's input" if given else f"'{node.name}' gives it"
+    flow.start(node, shape[1] if len(shape) > 1 else 1, reason)
+
+
+def _can_be_cut(module: nn.Module, shape: torch.Size, name: str, shared: set[str]) -> bool:
+    """Return whether a layer has one group, one call, and one vector or image per sample."""
     if name in shared or type(module) not in (nn.Linear, nn.Conv2d):
         return False
     if isinstance(module, nn.Conv2d):
@@ -189,33 +201,26 @@ def _plain(module: nn.Module, shape: torch.Size, name: str, shared: set[str]) ->
     return len(shape) == 2
 
 
-def _start(flow: Flow, node: fx.Node, shape: torch.Size, fixed: str) -> None:
-    size = shape[1] if len(shape) > 1 else 1
-    flow.space[node] = Space(size, fixed)
-    flow.constant[node], flow.features[node] = (
-        torch.full((size,), torch.nan, dtype=torch.float64),
-        1,
-    )
+def _fixed(norm: Norm) -> bool:
+    """Return whether a batch norm has running statistics, and so one scale per channel."""
+    return norm.running_mean is not None and norm.running_var is not None
 
 
-def _carry(flow: Flow, node: fx.Node, source: fx.Node, constant: Tensor) -> None:
-    flow.space[node], flow.constant[node], flow.features[node] = (
-        flow.space[source],
-        constant,
-        flow.features[source],
-    )
+def _is_sum(step: Step, sources: list[fx.Node], traced: Trace) -> bool:
+    """Return whether a step is the plain sum of two activations of one shape."""
+    if step.kind is not Kind.SUM or len(sources) != 2 or step.settings["alpha"] != 1:
+        return False
+    return traced.shapes[sources[0]] == traced.shapes[sources[1]]
 
 
 def _through_dense(flow: Flow, node: fx.Node, source: fx.Node, module: Dense) -> None:
     name = str(node.target)
     flow.space[source].readers.append((name, source))
     weight = module.weight.detach().flatten(1)
-    flow.space[node] = Space(len(weight), producers=[name])
+    flow.start(node, len(weight)).producers.append(name)
     bias = torch.zeros(len(weight)) if module.bias is None else module.bias.detach()
-    # Inputs that are constant make no unit constant here: they are folded into the bias when they
-    # go.
+    # Constant inputs make no unit constant here: they move into the bias when they are removed.
     flow.constant[node] = torch.where((weight == 0).all(dim=1), bias, torch.nan).to(torch.float64)
-    flow.features[node] = 1
 
 
 def _through_norm(flow: Flow, node: fx.Node, source: fx.Node, module: Norm) -> None:
@@ -230,57 +235,57 @@ def _through_norm(flow: Flow, node: fx.Node, source: fx.Node, module: Norm) -> N
     else:  # a norm over flattened maps gives one channel several constants
         after = torch.full_like(constant, torch.nan)
     flow.space[source].norms.append(str(node.target))
-    _carry(flow, node, source, after)
+    flow.carry(node, source, after)
 
 
 def _by_channel(
-    node: fx.Node, module: nn.Module | None, constant: Tensor, shape: torch.Size
+    step: Step, constant: Tensor, node: fx.Node, source: fx.Node, traced: Trace
 ) -> Tensor | None:
-    """Constants after a step that works on each channel alone; None if it is not known to be one."""
-    rest: dict[str, Any] = {k: v for k, v in node.kwargs.items() if k != "inplace"}
-    call: Any = node.target
-    if isinstance(module, _ELEMENTWISE):
-        return (
-            constant if isinstance(module, nn.Dropout | nn.Dropout2d) else module(constant.clone())
-        )
-    if isinstance(module, _POOLS):
-        return constant
-    if isinstance(module, nn.AvgPool2d):
-        whole = module.padding in (0, (0, 0)) or not module.count_include_pad
-        return constant if whole else torch.where(constant == 0, constant, torch.nan)
-    if isinstance(module, nn.Flatten):
-        return constant if (module.start_dim, module.end_dim) == (1, -1) else None
-    if module is not None or any(
-        isinstance(a, fx.Node) and a.op != "call_method" for a in node.args[1:]
-    ):
-        return None
-    if call in _ELEMENTWISE_CALLS:
-        return _elementwise(call, constant, node.args[1:], rest)
-    if call in _POOL_CALLS or call is F.dropout:
-        return constant if call is not F.dropout or rest.get("training") is False else None
-    if call in _FLATTEN:
-        return constant if (*node.args[1:], *rest.values()) in ((1,), (1, -1)) else None
-    if call in ("view", "reshape"):
-        return (
-            constant if len(node.args) == 3 and node.args[2] == -1 and node.args[1] != -1 else None
-        )
-    if call in _MEANS and len(shape) == 4:
-        dims = node.args[1] if len(node.args) > 1 else rest.get("dim")
-        return (
-            constant
-            if isinstance(dims, list | tuple) and sorted(int(str(d)) % 4 for d in dims) == [2, 3]
-            else None
-        )
+    """Return the constants after a step that works on each channel alone; None after any other."""
+    before, after = traced.shapes[source], traced.shapes[node]
+    settings = step.settings
+    match step.kind:
+        case Kind.IDENTITY:
+            return constant
+        case Kind.ELEMENTWISE if step.fixed:
+            # Some functions turn NaN into a number, but what was not constant is not constant.
+            return torch.where(constant.isnan(), torch.nan, step.apply(constant.clone()))
+        case Kind.DROPOUT if step.is_identity:
+            return constant
+        case Kind.MAX_POOL if _pools_images(step, before):
+            return constant
+        case Kind.AVERAGE_POOL if _pools_images(step, before):
+            even = _averages_evenly(settings)
+            return constant if even else torch.where(constant == 0, constant, torch.nan)
+        case Kind.FLATTEN if (settings["start_dim"], settings["end_dim"]) == (1, -1):
+            return constant
+        case Kind.RESHAPE if _flattens(step) and before[0] == after[0]:
+            return constant
+        case Kind.MEAN if len(before) == 4 and _over_positions(settings["dim"]):
+            return constant
     return None
 
 
-def _elementwise(
-    call: Any, constant: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
-    found = (
-        getattr(constant.clone(), call)(*args, **kwargs)
-        if isinstance(call, str)
-        else call(constant, *args, **kwargs)
-    )
-    assert isinstance(found, Tensor)
-    return found
+def _flattens(step: Step) -> bool:
+    """Return whether a call is `view(n, -1)`, with n a number or the batch size."""
+    if len(step.args) != 2 or step.args[1] != -1:
+        return False
+    return isinstance(step.args[0], int) or _is_batch_size(step.args[0])
+
+
+def _pools_images(step: Step, shape: torch.Size) -> bool:
+    return step.operation.dimensions == 2 and len(shape) == 4
+
+
+def _averages_evenly(settings: dict[str, Any]) -> bool:
+    """Return whether the mean of a constant image is the constant, at its borders too."""
+    if settings.get("divisor_override") is not None:
+        return False
+    return settings.get("padding", 0) in (0, (0, 0)) or not settings["count_include_pad"]
+
+
+def _over_positions(dims: Any) -> bool:
+    """Return whether these dimensions of a batch of images are its two last."""
+    if not isinstance(dims, list | tuple) or not all(isinstance(d, int) for d in dims):
+        return False
+    return sorted(d % 4 for d in dims) == [2, 3]

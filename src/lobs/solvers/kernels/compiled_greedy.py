@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lobs._system.progress import track
+from lobs._system.threads import workers
 from lobs.solvers.kernels import Quota
 from lobs.solvers.kernels.compiling import compiled, spans
-from lobs._system.threads import workers
-from lobs._system.progress import track
 
 _PANEL = 32  # a multiple of 8, see _downdate
 _TILE = 256

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from lobs.solvers.kernels.compiling import compiled
 from lobs._system.threads import workers
+from lobs.solvers.kernels.compiling import compiled
 
 if TYPE_CHECKING:
     from lobs.solvers.kernels import Swaps

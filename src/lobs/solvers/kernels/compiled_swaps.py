@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs.solvers.kernels.compiling import compiled, spans
-from lobs._system.threads import workers
 from lobs._system.progress import track
+from lobs._system.threads import workers
+from lobs.solvers.kernels.compiling import compiled, spans
 
 _SMALL = 2**15  # matrix elements in all rows below which threads would wait longer than they work
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import numba
 import torch
+from numba.core import event
+
+from lobs._system.progress import compiling
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -27,3 +30,18 @@ def spans(rows: int) -> list[tuple[int, int]]:
     """Pieces of work small enough to keep all of torch's threads busy until the end."""
     chunk = max(1, min(16, rows // (max(1, torch.get_num_threads()) * 4)))
     return [(low, min(rows, low + chunk)) for low in range(0, rows, chunk)]
+
+
+class _Announcer(event.Listener):
+    """Tell the progress display when numba compiles; kernels from its cache raise no event."""
+
+    def on_start(self, event: Any) -> None:
+        """Announce that compiling begins."""
+        compiling(True)
+
+    def on_end(self, event: Any) -> None:
+        """Announce that compiling is done."""
+        compiling(False)
+
+
+event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lobs.solvers.kernels import Quota
 from lobs._system.progress import track
+from lobs.solvers.kernels import Quota
 
 _BATCH_ELEMENTS = 2**26  # factor entries alive at once: 256 MB in float32
 

@@ -1,4 +1,4 @@
-"""Files that are as small as the network: removed weights take no room, and what is loaded is bit-equal to what was saved."""
+"""Write and read compact files: removed weights take no room, and loading gives the same bits."""
 
 from __future__ import annotations
 

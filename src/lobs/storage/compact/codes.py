@@ -1,9 +1,9 @@
-"""Where the stored values lie: a bit per position, or the gaps between them in a Rice code.
+"""Encode the positions of stored values: one bit per position, or Rice-coded gaps.
 
-A Rice code writes a gap g as its `width` low bits and g >> width in unary. With weights removed at
-random gaps are geometric, for which it is within a few per cent of the entropy. Low bits and unary
-parts go to separate streams, so that both directions are whole-array operations. Every reader
-checks before it allocates more than a few times the bytes it was given.
+A Rice code writes a gap g as its `width` low bits and g >> width in unary. Random masks have
+geometric gaps, for which the code is within a few per cent of the entropy. Low bits and unary parts
+are separate streams, so encoding and decoding are whole-array operations. Every reader checks its
+input before it allocates more than a few times the bytes given.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ WIDEST = 40
 
 
 def pack_bits(positions: Positions, size: int) -> Bytes:
-    """One bit for each of `size` places."""
+    """Encode positions as one bit for each of `size` places."""
     there = np.zeros(size, np.bool_)
     there[positions] = True
     return np.packbits(there)
 
 
 def unpack_bits(data: Bytes, size: int) -> Positions:
-    """Positions of the bits that are set; `ValueError` where the length or the padding is wrong."""
+    """Decode `pack_bits`; raise `ValueError` where the length or the padding is wrong."""
     if len(data) != -(-size // 8):
         raise ValueError(f"{len(data)} bytes of bits for {size} places")
     positions = np.flatnonzero(np.unpackbits(data))
@@ -35,7 +35,7 @@ def unpack_bits(data: Bytes, size: int) -> Positions:
 
 
 def gap_width(positions: Positions) -> tuple[int, int]:
-    """The cheapest width of low bits, and the bytes that the gaps then take."""
+    """Return the cheapest number of low bits, and the bytes that the gaps then take."""
     gaps = _gaps(positions)
     n = len(gaps)
     unary = [n + int((gaps >> k).sum()) for k in range(WIDEST + 1)]
@@ -45,7 +45,10 @@ def gap_width(positions: Positions) -> tuple[int, int]:
 
 
 def pack_gaps(positions: Positions, width: int) -> Bytes:
-    """Increasing positions as Rice-coded gaps: all low bits, then all unary parts, each padded to whole bytes."""
+    """Encode increasing positions as Rice-coded gaps.
+
+    All low bits come first, then all unary parts, each padded to whole bytes.
+    """
     gaps = _gaps(positions)
     low = (gaps[:, None] >> np.arange(width)) & 1
     ends = np.cumsum((gaps >> width) + 1) - 1
@@ -55,7 +58,14 @@ def pack_gaps(positions: Positions, width: int) -> Bytes:
 
 
 def unpack_gaps(data: Bytes, count: int, width: int, size: int) -> Positions:
-    """The positions again; `ValueError` unless they are exactly `count`, increasing and below `size`."""
+    """Decode `pack_gaps`; raise `ValueError` unless `count` positions below `size` come out.
+
+    Args:
+        data: the encoded bytes.
+        count: the number of positions announced.
+        width: low bits of each gap.
+        size: the number of places; every position is below it.
+    """
     split = -(-count * width // 8)
     if not 0 <= width <= WIDEST or len(data) < split:
         raise ValueError(f"{len(data)} bytes cannot hold {count} gaps with {width} low bits")
@@ -67,9 +77,8 @@ def unpack_gaps(data: Bytes, count: int, width: int, size: int) -> Positions:
     if count and int(high.max()) > size >> width:
         raise ValueError("a gap leads beyond the last place")
     gaps = (high << width) + bits @ (np.int64(1) << np.arange(width))
-    if (
-        gaps.sum(dtype=np.float64) > size
-    ):  # in floating point, where a hostile sum cannot wrap around
+    # In floating point, because a hostile integer sum could wrap around.
+    if gaps.sum(dtype=np.float64) > size:
         raise ValueError("the gaps lead beyond the last place")
     positions: Positions = np.cumsum(gaps + 1) - 1
     if count and positions[-1] >= size:

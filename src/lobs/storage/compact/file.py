@@ -1,8 +1,8 @@
-"""Compact files: safetensors whose tensors are the parts of coded ones, with layout, record and hash in the header.
+"""Write and read compact files: safetensors files whose tensors are encoded parts.
 
-The hash covers format, version, layout, record and every part, so that damage is noticed. It cannot
-stop a hostile writer, who can compute hashes too; what a file claims is therefore checked against
-the bytes it brings before anything is allocated.
+The header has the layout, the record and a hash. The hash covers format, version, layout, record
+and every part, so damage is noticed. It cannot stop a hostile writer, who can compute hashes too.
+The layout is therefore checked against the stored bytes before anything is allocated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lobs.errors import FileError
+from lobs.storage.atomic import atomic_write
 from lobs.storage.compact.tensors import (
     PARTS,
     Entry,
@@ -30,8 +32,6 @@ from lobs.storage.compact.tensors import (
     entry_from_json,
 )
 from lobs.storage.compact.values import VALUES, Values
-from lobs.errors import FileError
-from lobs.storage.atomic import atomic_write
 
 FORMAT = "lobs.storage.compact"
 VERSION = 1
@@ -50,7 +50,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What one tensor costs in the file, and how far quantisation moved it."""
+    """One tensor's bytes in the file, and the largest rounding error of its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,26 +65,32 @@ class StoredTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Positions and values together."""
+        """Bytes of positions and values together."""
         return self.position_bytes + self.value_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CompactFile:
-    """A file just written: its tensors and every byte of it. Tensors and header add up to the file."""
+    """A written file. The bytes of its tensors and its header add up to the file size."""
 
     path: Path
     tensors: tuple[StoredTensor, ...]
     header_bytes: int
 
+    def __repr__(self) -> str:
+        return (
+            f"CompactFile('{self.path}', {len(self.tensors)} tensors, {self.file_bytes:,} bytes, "
+            f"{self.dense_bytes:,} dense)"
+        )
+
     @property
     def file_bytes(self) -> int:
-        """The whole file."""
+        """Bytes of the whole file."""
         return self.header_bytes + sum(t.stored_bytes for t in self.tensors)
 
     @property
     def dense_bytes(self) -> int:
-        """What the tensors alone take when nothing is left out."""
+        """Bytes of the tensors with all their zeros, without a header."""
         return sum(t.dense_bytes for t in self.tensors)
 
 
@@ -95,7 +101,15 @@ def write_compact(
     record: Mapping[str, Any],
     values: Values = "same",
 ) -> CompactFile:
-    """Write CPU tensors and their masks; `lobs.save_compact` is the public way here, and checks that masks hold."""
+    """Write tensors and their masks. `lobs.storage.save_compact` checks the masks and calls this.
+
+    Args:
+        path: the file to write.
+        tensors: the state dict.
+        masks: True = kept, by parameter name.
+        record: anything that JSON can hold.
+        values: how the kept values of masked tensors are stored.
+    """
     if values not in VALUES:
         raise FileError(f"values='{values}' is unknown. There are: {', '.join(VALUES)}.")
     layout, parts, rows = {}, {}, []
@@ -103,7 +117,7 @@ def write_compact(
         entry, own = encode(name, tensor.detach().cpu().contiguous(), masks.get(name), values)
         layout[name] = entry.to_json()
         parts[name] = own
-        rows.append(_account(name, entry, own, tensor, masks.get(name)))
+        rows.append(_sizes(name, entry, own, tensor, masks.get(name)))
     stored = _named(parts, layout)
     header = {
         "format": FORMAT,
@@ -124,14 +138,19 @@ def write_compact(
 def read_compact(
     source: Path, header: Mapping[str, str], stored: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """State dict, masks and record from a file's header and tensors."""
+    """Decode a file's header and tensors to state dict, masks and record.
+
+    Args:
+        source: the file, for error messages.
+        header: the safetensors metadata.
+        stored: the safetensors tensors.
+    """
     if header.get("version") != str(VERSION):
         raise FileError(
             f"'{source}' has format version {header.get('version')}; this lobs reads version "
             f"{VERSION}."
         )
-    # Tensors from safetensors are views of the file on disk; what was hashed must be what is used,
-    # whoever writes there later.
+    # safetensors gives views of the file on disk. A copy stays as hashed, even if the file changes.
     stored = {name: tensor.clone() for name, tensor in stored.items()}
     if header.get("sha256") != _digest(header, stored):
         raise FileError(
@@ -158,7 +177,7 @@ def read_compact(
 
 
 def _named(parts: Mapping[str, Parts], layout: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Parts under names of their own; what is stored whole and unchanged keeps its name and shape for any reader."""
+    """Name every part. Tensors stored whole keep name and shape, so that any reader finds them."""
     stored: dict[str, Tensor] = {}
     for name, own in parts.items():
         for part, tensor in own.items():
@@ -189,7 +208,7 @@ def _plain(code: str, values: str) -> bool:
     return code == "dense" and values == "same"
 
 
-def _account(
+def _sizes(
     name: str, entry: Entry, parts: Parts, tensor: Tensor, mask: Tensor | None
 ) -> StoredTensor:
     sizes = {part: t.numel() * t.element_size() for part, t in parts.items()}

@@ -1,6 +1,7 @@
-"""Values in byte planes: the top bytes of trained weights (sign and most of the exponent) are few and deflate well.
+"""Split values into byte planes and compress the top bytes.
 
-The other bytes of a float are as good as random and stay as they are. Nothing is rounded.
+The top bytes of trained weights hold the sign and most of the exponent. They take few values and
+compress well. The other bytes are almost random and are stored unchanged. Nothing is rounded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _STRATEGIES = (zlib.Z_DEFAULT_STRATEGY, zlib.Z_HUFFMAN_ONLY)
 
 
 def split(values: Tensor) -> dict[str, Tensor]:
-    """The top byte of every value, deflated, and the rest."""
+    """Return the top byte of every value, deflated, and the other bytes."""
     planes = values.contiguous().view(torch.uint8).reshape(len(values), -1).numpy()
     top = min((_deflate(planes[:, -1].tobytes(), strategy) for strategy in _STRATEGIES), key=len)
     rest = np.ascontiguousarray(planes[:, :-1]).reshape(-1)
@@ -26,7 +27,13 @@ def split(values: Tensor) -> dict[str, Tensor]:
 
 
 def join(parts: dict[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
-    """The values again; `ValueError` where there are not exactly `count`."""
+    """Join what `split` made; raise `ValueError` unless exactly `count` values come out.
+
+    Args:
+        parts: the planes "top" and "rest".
+        count: the number of values announced.
+        dtype: the dtype of the values.
+    """
     inflater = zlib.decompressobj()
     try:
         top = inflater.decompress(parts["top"].numpy().tobytes(), count + 1)

@@ -1,4 +1,4 @@
-"""One tensor to its stored parts and the entry that describes them, and back."""
+"""Encode one tensor as stored parts with an entry that describes them, and decode it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lobs.errors import FileError
 from lobs.storage.compact import planes
 from lobs.storage.compact.codes import (
     Positions,
@@ -20,7 +21,6 @@ from lobs.storage.compact.codes import (
     unpack_gaps,
 )
 from lobs.storage.compact.values import Values, quantise, restore, stored_as, worthwhile
-from lobs.errors import FileError
 
 Code: TypeAlias = Literal["dense", "bits", "gaps"]
 MaskKind: TypeAlias = Literal["none", "full", "stored", "own"]
@@ -28,12 +28,10 @@ Stored: TypeAlias = Literal["same", "float16", "int8", "planes"]
 Parts: TypeAlias = dict[str, Tensor]
 
 PARTS = ("values", "scale", "top", "rest", "bits", "gaps", "mask")
-_HEADER = 100  # bytes that one more part costs in the file's header, about
-_GROWTH, _FREE = (
-    1024,
-    2**16,
-)  # a reader makes at most so many bytes of each stored one, beyond what is free
-_LARGEST = 2**48
+_HEADER_BYTES = 100  # about what one more part costs in the file's header
+# A decoded tensor has at most _GROWTH bytes for each stored byte, plus _FREE_BYTES.
+_GROWTH, _FREE_BYTES = 1024, 2**16
+_LARGEST = 2**48  # no shape, count or width in a header may exceed this
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -63,7 +61,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """How a tensor is stored. `count` values lie at the positions that `code` gives; `mask` says how the mask is found."""
+    """Describe how a tensor is stored.
+
+    `count` values lie at the positions that `code` gives. `mask` says how the mask is found.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -75,21 +76,21 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Places in the tensor."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def rows(self) -> int:
-        """Output channels, each with its own scale where values are int8."""
+        """Number of output channels. Each has its own scale where values are int8."""
         return self.shape[0] if self.shape else 1
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in the header."""
+        """Return the entry as the header holds it."""
         return asdict(self)
 
 
 def entry_from_json(raw: Any) -> Entry:
-    """An entry of a file's header, refused with `ValueError` where it is not one."""
+    """Return an entry of a file's header; raise `ValueError` if it is malformed."""
     if (
         not isinstance(raw, dict)
         or set(raw) != set(Entry.__dataclass_fields__)
@@ -115,13 +116,20 @@ def entry_from_json(raw: Any) -> Entry:
 
 
 def encode(name: str, tensor: Tensor, mask: Tensor | None, kind: Values) -> tuple[Entry, Parts]:
-    """The cheapest of the three codes for one tensor; only masked tensors are quantised."""
+    """Encode a tensor in the cheapest of the three codes. Only masked tensors are quantised.
+
+    Args:
+        name: the tensor's name, for error messages.
+        tensor: a contiguous tensor on the CPU.
+        mask: True = kept, or None.
+        kind: how to store the kept values.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise FileError(f"'{name}' is {tensor.dtype}, which compact files do not hold.")
     kind = kind if mask is not None and worthwhile(kind, tensor.dtype) else "same"
     flat = tensor.reshape(-1)
-    # Bit patterns, not values, are compared with zero: a negative zero must come back as one.
+    # Compare bit patterns with zero, not values, because a negative zero must survive.
     alive = flat.view(torch.uint8).reshape(len(flat), -1).any(dim=1) if len(flat) else flat.bool()
     kept = alive if mask is None else alive | mask.reshape(-1)
     positions = np.flatnonzero(kept.numpy())
@@ -129,11 +137,11 @@ def encode(name: str, tensor: Tensor, mask: Tensor | None, kind: Values) -> tupl
     item = stored_as(kind, tensor.dtype).itemsize
     costs: dict[Code, int] = {
         "dense": len(flat) * item,
-        "bits": -(-len(flat) // 8) + len(positions) * item + _HEADER,
+        "bits": -(-len(flat) // 8) + len(positions) * item + _HEADER_BYTES,
     }
     gaps = gap_bytes + len(positions) * item
     if len(flat) * tensor.element_size() <= _allowed(gaps):
-        costs["gaps"] = gaps + _HEADER
+        costs["gaps"] = gaps + _HEADER_BYTES
     code = min(costs, key=lambda c: costs[c])
     if code == "dense":
         positions = np.arange(len(flat))
@@ -155,12 +163,12 @@ def _parts(
     if entry.mask == "own" and mask is not None:
         parts["mask"] = torch.from_numpy(np.packbits(mask.reshape(-1).numpy()))
     where = torch.from_numpy(positions)
-    assert entry.values != "planes"  # chosen later, when it is known what it saves
+    assert entry.values != "planes"  # chosen later, when its saving is known
     return parts | quantise(name, flat[where], _channels(where, entry), entry.rows, entry.values)
 
 
 def _with_planes(entry: Entry, parts: Parts) -> tuple[Entry, Parts]:
-    """Values in byte planes where that is smaller; what is dense and unchanged stays readable for everyone."""
+    """Split values into byte planes where that is smaller. Dense tensors stay plain."""
     if (
         entry.values != "same"
         or entry.code == "dense"
@@ -171,7 +179,7 @@ def _with_planes(entry: Entry, parts: Parts) -> tuple[Entry, Parts]:
     if DTYPES[entry.dtype].itemsize == 1:
         return entry, parts
     split = planes.split(parts["values"])
-    if len(split["top"]) + _HEADER >= entry.count:
+    if len(split["top"]) + _HEADER_BYTES >= entry.count:
         return entry, parts
     return replace(entry, values="planes"), {
         part: t for part, t in parts.items() if part != "values"
@@ -179,7 +187,7 @@ def _with_planes(entry: Entry, parts: Parts) -> tuple[Entry, Parts]:
 
 
 def part_shapes(entry: Entry) -> dict[str, tuple[torch.dtype, int | None]]:
-    """Which parts an entry must have, of which dtype and length; gaps have the length they have."""
+    """Return the parts an entry must have, with dtype and length. None is a length not known."""
     dtype = DTYPES[entry.dtype]
     byte = -(-entry.size // 8)
     needed: dict[str, tuple[torch.dtype, int | None]]
@@ -200,7 +208,7 @@ def part_shapes(entry: Entry) -> dict[str, tuple[torch.dtype, int | None]]:
 
 
 def check_sizes(entry: Entry, parts: Parts) -> None:
-    """Refuse with `ValueError`, before anything is allocated, what could not have come from `encode`."""
+    """Raise `ValueError` for parts that `encode` could not have made. Nothing is allocated."""
     needed = part_shapes(entry)
     if set(parts) != set(needed):
         raise ValueError(f"its parts are {sorted(parts)}, not {sorted(needed)}")
@@ -223,7 +231,7 @@ def check_sizes(entry: Entry, parts: Parts) -> None:
     else:
         possible = entry.values == "same" or worthwhile(entry.values, dtype)
     if not possible:
-        raise ValueError(f"{entry.values} is no way to store {entry.dtype}")
+        raise ValueError(f"{entry.dtype} cannot be stored as {entry.values}")
     if entry.code == "dense" and entry.count != entry.size:
         raise ValueError("a dense tensor must have all its values")
     if entry.mask == ("stored" if entry.code == "dense" else "full"):
@@ -231,7 +239,10 @@ def check_sizes(entry: Entry, parts: Parts) -> None:
 
 
 def decode(entry: Entry, parts: Parts) -> tuple[Tensor, Tensor | None]:
-    """The tensor and its mask; `ValueError` where the parts contradict the entry. Call `check_sizes` first."""
+    """Return the tensor and its mask; raise `ValueError` where the parts contradict the entry.
+
+    Call `check_sizes` first.
+    """
     dtype, size = DTYPES[entry.dtype], entry.size
     where = torch.from_numpy(_positions(entry, parts))
     if len(where) != entry.count:
@@ -241,7 +252,7 @@ def decode(entry: Entry, parts: Parts) -> tuple[Tensor, Tensor | None]:
         and dtype == torch.bool
         and bool((parts["values"].view(torch.uint8) > 1).any())
     ):
-        raise ValueError("a truth value is neither true nor false")
+        raise ValueError("a boolean is neither 0 nor 1")
     if entry.values == "planes":
         values = planes.join(parts, entry.count, dtype)
     else:
@@ -296,4 +307,5 @@ def _channels(positions: Tensor, entry: Entry) -> Tensor:
 
 
 def _allowed(stored: int) -> int:
-    return _GROWTH * stored + _FREE
+    """Return how many bytes a reader may allocate for this many stored ones."""
+    return _GROWTH * stored + _FREE_BYTES

@@ -1,4 +1,4 @@
-"""How the kept values are written: as they are, as float16, or as int8 with a scale per output channel."""
+"""Store kept values unchanged, as float16, or as int8 with one scale per output channel."""
 
 from __future__ import annotations
 
@@ -17,19 +17,27 @@ _STEPS = 127
 def quantise(
     name: str, values: Tensor, channels: Tensor, rows: int, kind: Values
 ) -> dict[str, Tensor]:
-    """Stored parts of a one-dimensional tensor of values, whose output channels `channels` names."""
+    """Return the stored parts of a one-dimensional tensor of values.
+
+    Args:
+        name: the tensor's name, for error messages.
+        values: the values to store.
+        channels: the output channel of each value.
+        rows: the number of output channels.
+        kind: how to store them.
+    """
     if kind == "same":
         return {"values": values}
     if not bool(torch.isfinite(values).all()):
         raise FileError(
-            f"'{name}' holds values that are not finite; {kind} cannot store them. Export with "
+            f"'{name}' holds values that are not finite; {kind} cannot store them. Use "
             "values='same'."
         )
     if kind == "float16":
         half = values.to(torch.float16)
         if not bool(torch.isfinite(half).all()):
             raise FileError(
-                f"'{name}' holds {values.abs().max():.3g}; float16 ends at 65504. Export with "
+                f"'{name}' holds {values.abs().max():.3g}; float16 ends at 65504. Use "
                 "values='same'."
             )
         return {"values": half}
@@ -37,7 +45,7 @@ def quantise(
     largest = torch.zeros(rows).scatter_reduce_(0, channels, wide.abs(), "amax")
     if not bool(torch.isfinite(largest).all()):
         raise FileError(
-            f"'{name}' holds values that float32 scales cannot reach. Export with values='same'."
+            f"'{name}' holds values that float32 scales cannot reach. Use values='same'."
         )
     scale = largest / _STEPS
     step = scale[channels].clamp_min(torch.finfo(torch.float32).tiny)
@@ -45,19 +53,26 @@ def quantise(
 
 
 def restore(parts: dict[str, Tensor], channels: Tensor, dtype: torch.dtype, kind: Values) -> Tensor:
-    """Values in their first dtype again."""
+    """Return stored parts as values of their original dtype.
+
+    Args:
+        parts: what `quantise` returned.
+        channels: the output channel of each value.
+        dtype: the original dtype.
+        kind: how the values were stored.
+    """
     if kind == "int8":
         return (parts["values"].to(torch.float32) * parts["scale"][channels]).to(dtype)
     return parts["values"].to(dtype)
 
 
 def stored_as(kind: Values, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the values part has in the file."""
+    """Return the dtype of the stored values."""
     return {"same": dtype, "float16": torch.float16, "int8": torch.int8}[kind]
 
 
 def worthwhile(kind: Values, dtype: torch.dtype) -> bool:
-    """Whether quantising a dtype makes it smaller at all."""
+    """Return whether storing a dtype this way makes it smaller."""
     return (
         kind != "same"
         and dtype.is_floating_point

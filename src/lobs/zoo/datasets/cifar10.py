@@ -1,8 +1,8 @@
-"""CIFAR-10 (Krizhevsky 2009): 50,000 and 10,000 colour images of 32×32 in ten classes, in its published binary form.
+"""CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images of 32×32 in ten classes.
 
-The binary batches hold one label byte and 3,072 pixel bytes an image; the version for Python is a
-pickle, which `lobs` never opens. Hashes are checked on every load. Pixels are scaled to [0, 1],
-then to mean 0 and deviation 1 by channel, with the training set's numbers.
+Only the published binary form is read: one label byte and 3,072 pixel bytes an image. The version
+for Python is a pickle, which `lobs` never opens. Hashes are checked on every load. Pixels are
+scaled to [0, 1], then to mean 0 and deviation 1 by channel, with the training set's numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lobs.errors import DataError
 from lobs.zoo.datasets import folders
 from lobs.zoo.datasets.labelled import LabelledImages, Split
-from lobs.errors import DataError
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 FOLDER = "cifar-10-batches-bin"
@@ -41,7 +41,7 @@ _STEPS = (
 
 
 def load(split: Split, folder: str | os.PathLike[str] | None = None) -> LabelledImages:
-    """One split from the binary batches in `folder` (or LOBS_DATA, or up to two folders below either)."""
+    """Return one split from `folder` or LOBS_DATA; up to two folders below are searched."""
     names = [name for name in _HASHES if name.startswith("data" if split == "train" else "test")]
     where = folders.find([names[0]], folder, what="CIFAR-10", steps=_STEPS).parent
     parts = []
@@ -55,7 +55,7 @@ def load(split: Split, folder: str | os.PathLike[str] | None = None) -> Labelled
 
 
 def decode(records: np.ndarray) -> LabelledImages:
-    """Label bytes and scaled images from records of 3,073 bytes."""
+    """Return labels and scaled images from records of 3,073 bytes."""
     images = torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).astype(np.float32))
     mean, deviation = (torch.tensor(v).view(3, 1, 1) * 255.0 for v in (MEAN, DEVIATION))
     return LabelledImages(
@@ -64,7 +64,10 @@ def decode(records: np.ndarray) -> LabelledImages:
 
 
 def download(folder: str | os.PathLike[str], url: str = URL) -> Path:
-    """Fetch the binary version into `folder` and check every file's hash; files that are there already are kept."""
+    """Download the binary version into `folder`, check every hash, and return where it is.
+
+    Files that are there already are kept.
+    """
     where = Path(folder).expanduser() / FOLDER
     where.mkdir(parents=True, exist_ok=True)
     if not all((where / name).is_file() for name in _HASHES):

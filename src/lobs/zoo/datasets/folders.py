@@ -1,4 +1,4 @@
-"""Where data sets that are too large to ship lie: a folder given by hand, or the one that LOBS_DATA names."""
+"""Find data sets that are too large to ship, in a given folder or in that of LOBS_DATA."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lobs.errors import DataError
 def find(
     names: Sequence[str], given: str | os.PathLike[str] | None, *, what: str, steps: str
 ) -> Path:
-    """The first of `names` that exists in `given`, or in the folder that LOBS_DATA names, or anywhere one level below it.
+    """Return the first of `names` that exists in a folder, or up to two levels below it.
 
     Args:
         names: files or folders, any of which will do; "." stands for the folder itself.
-        given: the user's folder, which then is the only one searched.
+        given: the folder to search; that of LOBS_DATA if None.
         what: the data set's name, for the message.
         steps: how to get it, for the message.
     """

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lobs.zoo.datasets import folders
 from lobs.errors import DataError
+from lobs.zoo.datasets import folders
 
 Scaling = Literal["torchvision", "caffe"]
 _SIDE, _SHORTER = 224, 256
@@ -44,7 +44,7 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class ImageNet:
-    """Batches of (images, labels), decoded anew at every pass, so that memory holds one batch only."""
+    """Batches of (images, labels), decoded at every pass; memory holds one batch."""
 
     source: Path
     scaling: Scaling
@@ -52,7 +52,7 @@ class ImageNet:
     entries: tuple[tuple[str, int], ...] = field(repr=False)
 
     def batches(self, size: int = 50, limit: int | None = None) -> ImageNet:
-        """The same images in other batches; with `limit`, that many, spread evenly over the classes."""
+        """Return the images in other batches; `limit` of them, spread evenly over the classes."""
         entries = self.entries
         if limit is not None and limit < len(entries):
             entries = tuple(entries[i * len(entries) // limit] for i in range(limit))
@@ -62,7 +62,7 @@ class ImageNet:
 
     @property
     def samples(self) -> int:
-        """How many images there are."""
+        """Return the number of images."""
         return len(self.entries)
 
     def __len__(self) -> int:
@@ -86,9 +86,15 @@ def load(
     batch_size: int = 50,
     limit: int | None = None,
 ) -> ImageNet:
-    """ImageNet from a folder of class folders, a tar of them, or a folder that holds either; LOBS_DATA where none is given.
+    """Return a split of ImageNet.
 
-    With `limit`, that many images spread evenly over the classes' order.
+    Args:
+        split: "train" or "val".
+        source: a folder of class folders, a tar of them, or a folder that holds either; LOBS_DATA
+            by default.
+        scaling: how pixels become numbers; see `scaled`.
+        batch_size: images a batch.
+        limit: number of images, spread evenly over the classes; all by default.
     """
     if scaling not in _SCALINGS:
         raise DataError(f"scaling is '{scaling}': use {' or '.join(_SCALINGS)}.")
@@ -103,7 +109,7 @@ def load(
 
 
 def decoded(raw: bytes, name: str) -> Tensor:
-    """The centre crop of one image file as (3, 224, 224) bytes."""
+    """Return the centre crop of one image file as (3, 224, 224) bytes."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -133,7 +139,7 @@ def decoded(raw: bytes, name: str) -> Tensor:
 
 
 def scaled(image: Tensor, scaling: Scaling) -> Tensor:
-    """Bytes as the numbers that a network was trained on."""
+    """Return pixel bytes as the numbers that a network was trained on."""
     factor, mean, deviation = _SCALINGS[scaling]
     return (image.float() * factor - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(
         deviation
@@ -171,7 +177,7 @@ def _entries(where: Path) -> list[tuple[str, int]]:
 
 
 class _Reader:
-    """Reads files by name, from a folder or from a tar that stays open for the pass."""
+    """Read files by name, from a folder or from a tar that stays open for the pass."""
 
     def __init__(self, source: Path) -> None:
         self.source = source

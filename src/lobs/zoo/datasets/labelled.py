@@ -12,7 +12,7 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Images of shape (n, channels, height, width), scaled as their data set says, and their labels."""
+    """Images of shape (n, channels, height, width), scaled, and their labels."""
 
     images: Tensor
     labels: Tensor
@@ -21,7 +21,7 @@ class LabelledImages:
         return len(self.labels)
 
     def batches(self, size: int = 500, limit: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return (images, labels) batches of the first `limit` samples, in order (views, no copies)."""
+        """Return batches (images, labels) of the first `limit` samples, as views."""
         n = len(self) if limit is None else min(limit, len(self))
         return [
             (self.images[i : min(i + size, n)], self.labels[i : min(i + size, n)])

@@ -13,8 +13,8 @@ from importlib import resources
 import numpy as np
 import torch
 
-from lobs.zoo.datasets.labelled import LabelledImages, Split
 from lobs.errors import DataError
+from lobs.zoo.datasets.labelled import LabelledImages, Split
 
 _FILES: dict[Split, tuple[tuple[str, str], tuple[str, str]]] = {
     "train": (
@@ -65,7 +65,10 @@ def _checked(name: str, sha256: str) -> bytes:
 
 
 def _idx(raw: bytes) -> np.ndarray:
-    """Decode an idx file: two zero bytes, a type code (8 = uint8), the rank, the big-endian sizes, the bytes."""
+    """Decode an idx file.
+
+    It holds two zero bytes, a type code (8 = uint8), the rank, the big-endian sizes, the bytes.
+    """
     rank = raw[3]
     shape = tuple(int(n) for n in np.frombuffer(raw, ">u4", count=rank, offset=4))
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * rank).reshape(shape)

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lobs.errors import DataError
 from lobs.zoo.datasets import cifar10, imagenet, mnist
 from lobs.zoo.datasets.labelled import Split
-from lobs.errors import DataError
 
 NAMES = ("mnist", "cifar10", "imagenet", "imagenet-caffe")
 
@@ -21,12 +21,18 @@ class Batched(Protocol):
     def batches(
         self, size: int = 500, limit: int | None = None
     ) -> Sequence[tuple[Tensor, Tensor]] | imagenet.ImageNet:
-        """Batches of (images, labels), at most `limit` samples in all; can be run through again and again."""
+        """Return batches (images, labels) of at most `limit` samples, to be read repeatedly."""
         ...
 
 
 def load(name: str, split: Split, folder: str | os.PathLike[str] | None = None) -> Batched:
-    """One split of a data set; "test" is ImageNet's validation set, "imagenet-caffe" the same with 0–255 less a mean."""
+    """Return one split of a data set.
+
+    Args:
+        name: one of `NAMES`. "imagenet-caffe" is ImageNet with pixels 0–255 less a mean.
+        split: "train" or "test", which is ImageNet's validation set.
+        folder: where the data is; LOBS_DATA by default.
+    """
     match name:
         case "mnist":
             return mnist.load(split)

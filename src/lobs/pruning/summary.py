@@ -1,0 +1,108 @@
+"""Describe a result for people: as plain text, and as a small table for notebooks."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lobs.pruning.result import LayerResult, PruningRecord
+
+_COLUMNS = ("layer", "shape", "kept", "rel. error", "seconds")
+
+
+def gain(kept: int, total: int) -> str:
+    """Return the gain as a sentence.
+
+    >>> gain(18_634, 266_200)
+    '14× fewer weights: 18,634 of 266,200 kept (7.00 %).'
+    >>> gain(5, 5)
+    'No weight was removed: 5 of 5 kept (100.00 %).'
+    """
+    if kept == total:
+        lead = "No weight was removed"
+    elif kept == 0:
+        lead = "All weights were removed"
+    else:
+        ratio = total / kept
+        lead = f"{ratio:,.0f}× fewer weights" if ratio >= 10 else f"{ratio:.1f}× fewer weights"
+    share = kept / total if total else 1.0
+    return f"{lead}: {kept:,} of {total:,} kept ({100 * share:.2f} %)."
+
+
+def plain_text(result: PruningRecord) -> str:
+    """Return the gain, a table of layers, and a line for everything else that is known."""
+    rows = [_COLUMNS, *map(_cells, result.layers)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    table = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([gain(result.kept, result.total), *table, *_notes(result)])
+
+
+def html_table(result: PruningRecord) -> str:
+    """Return the gain and a table of layers as HTML without scripts or styles."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(layer))}</tr>"
+        for layer in result.layers
+    )
+    return (
+        f"<p><b>{escape(gain(result.kept, result.total))}</b> {escape(_change(result))}</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _cells(layer: LayerResult) -> tuple[str, ...]:
+    return (
+        layer.name,
+        "×".join(map(str, layer.shape)),
+        f"{layer.kept:,} ({100 * layer.kept_fraction:.1f} %)",
+        f"{layer.relative_error:.4f}",
+        f"{layer.seconds:.2f}",
+    )
+
+
+def _change(result: PruningRecord) -> str:
+    """Describe how far the network's output moved, and how far it can have moved."""
+    found = result.certificate
+    measured, bound = (None if x is None else f"{x:.4g}" for x in (found.measured, found.bound))
+    parts = [] if measured is None else [f"{measured} measured"]
+    if found.held_out is not None:
+        parts.append(f"{found.held_out:.4g} on held-out inputs")
+    if bound not in (None, measured):  # a bound that equals the measurement adds nothing
+        parts.append(f"at most {bound} proven")
+    samples = result.settings.get("samples")
+    unit = "root mean square" + (f", {samples:,} calibration samples" if samples else "")
+    line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."
+    return line if found.bound is not None else f"{line} No bound: {found.reason}."
+
+
+def _notes(result: PruningRecord) -> list[str]:
+    settings, lines = result.settings, [_change(result)]
+    damped = [f"{x.name} ({x.damping:.1e})" for x in result.layers if x.damping]
+    if damped:
+        lines.append(f"Damping λ: {', '.join(damped)}.")
+    if result.batch_norm is not None:
+        lines.append(f"Batch norm: {result.batch_norm}.")
+    if "refit" in settings:
+        lines.append(f"Refit: {settings['refit']}.")
+    if "trials" in settings:
+        tried = sorted(settings["trials"], key=lambda trial: -int(trial["kept"]))
+        scores = (f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)
+        lines.append(f"Trials: {'; '.join(scores)}.")
+    if result.phases:
+        spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
+        peak = result.peak_bytes
+        memory = "" if peak is None else f"; at most {peak / 1e6:,.0f} MB of memory"
+        lines.append(f"Time: {result.seconds:.1f} seconds ({spent}){memory}.")
+    empty = [f"'{x.name}'" for x in result.layers if x.total and not x.kept]
+    if empty:
+        lines.append(
+            f"Nothing is left of {', '.join(empty)}: keep more of small layers with keep_at_least."
+        )
+    return lines
