@@ -178,9 +178,12 @@ def test_notes_about_layers_are_one_line_at_the_end_of_a_run():
 
 
 def test_a_summary_names_three_layers_and_counts_the_others():
-    with pytest.warns(
-        NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
-    ), warning_once():
+    with (
+        pytest.warns(
+            NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
+        ),
+        warning_once(),
+    ):
         for index in range(5):
             metric.metric(torch.ones(4, 4), name=f"layer 'l{index}'")
 

@@ -77,7 +77,7 @@ def obs(weight: Tensor, metric: Metric) -> Tensor:
 class Histogram:
     """Count the weights whose sensitivity falls into each step of log₁₀.
 
-    `edges` are the limits of the steps. `zeros` counts the weights of sensitivity 0, which have no
+    `edges` are the steps' limits. `zeros` counts the weights of sensitivity 0: they have no
     logarithm.
     """
 
