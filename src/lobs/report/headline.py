@@ -107,10 +107,10 @@ class Facts:
                     "as the dense network.",
                 )
             )
-        change = run.pruning.certificate.relative(run.pruning.certificate.measured)
-        if not found and change is not None:
+        moved = run.pruning.certificate.relative(run.pruning.certificate.measured)
+        if not found and moved is not None:
             found.append(
-                Fact(f"The output changed by {percent(change)}", "on the calibration samples.")
+                Fact(f"The output changed by {percent(moved)}", "on the calibration samples.")
             )
         return found
 

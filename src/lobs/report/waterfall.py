@@ -29,13 +29,11 @@ class Step(NamedTuple):
 
 def waterfall(run: Run, most: int = 14) -> Figure | None:
     """Draw where a run's error comes from, or return None with fewer than two layers."""
-    steps = ledger(run)
-    certificate = run.pruning.certificate
+    steps, unit = ledger(run), run.pruning.certificate.output_norm
     if steps is None and run.pruning.settings.get("inputs") == "asymmetric":
         steps, unit = deviations(run), 1.0
         title = "deviation (% of the layer's output)"
     else:
-        unit = certificate.output_norm
         title = "change of the output (% of its norm)" if unit else "change of the output"
     if not steps or sum(not step.level for step in steps) < 2:
         return None

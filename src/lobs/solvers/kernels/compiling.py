@@ -12,11 +12,13 @@ from numba.core import event
 from lobs._system.progress import compiling
 
 # Sums may be reordered. NaN and infinity must be handled.
-_OPTIONS: dict[str, Any] = {
+_KERNEL: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",
     "fastmath": {"contract", "reassoc", "nsz", "arcp"},
+    "no_cfunc_wrapper": True,
 }
+_HELPER: dict[str, Any] = {**_KERNEL, "no_cpython_wrapper": True}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -25,9 +27,9 @@ def compiled(function: Callable[..., Any]) -> Any:
     Where no folder is writable, every process compiles it again.
     """
     try:
-        return numba.njit(cache=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+        return numba.njit(**_KERNEL, cache=True)(function)
     except RuntimeError:  # numba raises it where no cache folder is writable
-        return numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
+        return numba.njit(**_KERNEL)(function)
 
 
 def helper(function: Callable[..., Any]) -> Any:
@@ -36,14 +38,12 @@ def helper(function: Callable[..., Any]) -> Any:
     Its machine code is stored in theirs. Without an entry for Python and a cache file, it compiles
     in half the time.
     """
-    return numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(function)
+    return numba.njit(**_HELPER)(function)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Compile a function with one caller as part of that caller, so that it is optimised once."""
-    return numba.njit(inline="always", no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)(
-        function
-    )
+    return numba.njit(**_HELPER, inline="always")(function)
 
 
 def spans(rows: int) -> list[tuple[int, int]]:
@@ -53,7 +53,7 @@ def spans(rows: int) -> list[tuple[int, int]]:
 
 
 class _Announcer(event.Listener):
-    """Tell the progress display when numba compiles; kernels from its cache raise no event."""
+    """Notify the progress display when numba compiles; kernels from its cache raise no event."""
 
     def on_start(self, event: Any) -> None:
         """Announce that compiling begins."""

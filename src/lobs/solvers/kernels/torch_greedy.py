@@ -1,8 +1,8 @@
 """Greedy OBS in plain torch: any device, any float type, and the reference for the compiled kernel.
 
 It is left-looking: it does not downdate a d×d inverse per row, but keeps the factor rows U and
-forms only the column it needs, A[q] − U[:, q]ᵀU. A row costs Σ t·d multiply-adds and d² memory. Rows are
-batched to a fixed amount of memory.
+forms only the column it needs, A[q] − U[:, q]ᵀU. A row costs Σ t·d multiply-adds and d² memory.
+Rows are batched to a fixed amount of memory.
 """
 
 from __future__ import annotations
