@@ -416,7 +416,7 @@ def test_a_saved_run_makes_the_same_page_as_a_live_one(tmp_path, page):
 
 def test_a_file_without_a_record_is_refused(tmp_path):
     lobs.save(nn.Linear(2, 2), tmp_path / "net.safetensors")
-    with pytest.raises(FileError, match=r"'.*net\.safetensors' holds no record of a pruning"):
+    with pytest.raises(FileError, match=r"'.*net\.safetensors' has no record of a pruning"):
         read_run(tmp_path / "net.safetensors")
 
 
