@@ -68,7 +68,7 @@ def test_few_samples_are_damped_the_more_the_fewer_and_enough_not_at_all():
 
 
 def test_a_bias_does_not_decide_how_much_quiet_inputs_are_damped():
-    """The same problem in other units of the inputs: the same weights go, and the error does not change."""
+    """In other units of the inputs the same weights go, and the error does not change."""
     inputs, weight = (
         torch.randn(40, 20, dtype=torch.float64),
         torch.randn(6, 21, dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""Two networks side by side on the same data: how far apart are their outputs and their layers?"""
+"""Compare two networks on the same data: distances of their outputs and their layers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
 from lobs.layers.hooks import before_forward
-from lobs.solvers.masks import broken_groups
+from lobs.solvers.patterns.nbym import broken_groups
 from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
 

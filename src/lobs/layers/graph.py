@@ -6,7 +6,7 @@ This is the only place that traces. Tracing has three side effects, and each is 
   admits one trace at a time. All patches are removed after any exception, Ctrl-C included.
 - `forward` runs on proxies. Attributes and buffers that it assigns are restored.
 - `forward` takes one branch for good. Arguments that the caller does not give are therefore fixed
-  at their defaults, so that `if mask is not None` goes the way it goes in a real call.
+  at their defaults. `if mask is not None` then takes the branch of a real call.
 """
 
 from __future__ import annotations
@@ -81,9 +81,12 @@ def argument_names(batch: Any) -> frozenset[str] | None:
 
 
 def arguments(graph: fx.Graph, batch: Any, device: torch.device) -> dict[fx.Node, Any]:
-    """Return the value of every placeholder for one batch, tensors as copies on `device`.
+    """Return the value of every placeholder for one batch; absent arguments have defaults.
 
-    Arguments that the batch does not give have their defaults.
+    Args:
+        graph: a traced network.
+        batch: a tensor, a tuple whose first item is the input, or a mapping.
+        device: where tensors are copied to.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if isinstance(batch, tuple | list):

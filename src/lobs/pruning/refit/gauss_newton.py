@@ -244,7 +244,7 @@ def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
-    """Tell whether the output for joined batches is that for each batch, joined.
+    """Return whether the output for joined batches is that for each batch, joined.
 
     It is not where samples are not the first dimension, or depend on each other.
     """

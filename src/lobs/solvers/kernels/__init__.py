@@ -1,4 +1,4 @@
-"""The hot loops of the solvers. Each has a torch backend and a compiled one.
+"""The hot loops of the solvers. Each has a torch backend and a compiled one: see `BACKENDS`.
 
 `greedy` runs greedy OBS. It takes the inverse A of an equilibrated moment, and rows of weights in
 the same scale. From every row it removes, one at a time, the weight of least w²/A_qq. After each
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal, TypeAlias
@@ -34,7 +35,51 @@ from torch import Tensor
 
 from lobs.errors import SolverError
 
-Backend: TypeAlias = Literal["auto", "torch", "compiled"]
+Backend: TypeAlias = str  # "auto" or a key of BACKENDS
+
+
+@dataclass(frozen=True)
+class KernelBackend:
+    """An implementation of the hot loops: names of modules, imported on first use.
+
+    A loop that a backend does not have is taken from another one.
+
+    Args:
+        serves: tells whether the backend can work on a matrix.
+        needs: what it needs, for the message where it cannot.
+        greedy: the module with `greedy_rows`.
+        group_swaps: the module with `swap_rows`.
+        swaps: the module with `start`, `finish` and `move`.
+    """
+
+    serves: Callable[[Tensor], bool]
+    needs: str = ""
+    greedy: str | None = None
+    group_swaps: str | None = None
+    swaps: str | None = None
+
+
+def _numba_serves(matrix: Tensor) -> bool:
+    on_cpu = matrix.device.type == "cpu" and matrix.dtype in (torch.float32, torch.float64)
+    return on_cpu and find_spec("numba") is not None
+
+
+# "auto" takes the first that serves. The torch backend serves every matrix and is the reference.
+BACKENDS: dict[str, KernelBackend] = {
+    "compiled": KernelBackend(
+        _numba_serves,
+        "numba and CPU tensors in float32 or float64",
+        greedy="lobs.solvers.kernels.compiled_greedy",
+        group_swaps="lobs.solvers.kernels.compiled_group_swaps",
+        swaps="lobs.solvers.kernels.compiled_swaps",
+    ),
+    "torch": KernelBackend(
+        lambda matrix: True,
+        greedy="lobs.solvers.kernels.torch_greedy",
+        group_swaps="lobs.solvers.kernels.torch_group_swaps",
+        swaps="lobs.solvers.kernels.torch_swaps",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +115,6 @@ class Swaps:
     error: Tensor
 
 
-Kernel: TypeAlias = Callable[[Tensor, Tensor, int, Quota, str], tuple[Tensor, Tensor]]
-
-
 def greedy(
     inverse: Tensor,
     weight: Tensor,
@@ -99,9 +141,8 @@ def greedy(
     weight = weight.to(torch.float64)
     size = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     rows = (weight / size).to(inverse.dtype)
-    order, losses = _greedy_rows(backend, inverse)(
-        inverse.contiguous(), rows, protected, quota, label
-    )
+    kernel = _module(backend, "greedy", inverse)
+    order, losses = kernel.greedy_rows(inverse.contiguous(), rows, protected, quota, label)
     return order, losses.to(torch.float64) * size.square()
 
 
@@ -113,35 +154,31 @@ def swap(state: Swaps, worth: float, *, backend: Backend = "auto") -> Tensor:
         worth: the least gain of a swap, relative to the row's first error.
         backend: "auto" takes the compiled one where it can.
     """
-    if _compiled(backend, state.gram):
-        from lobs.solvers.kernels.compiled_group_swaps import swap_rows as compiled_rows
-
-        return compiled_rows(state, worth)
-    from lobs.solvers.kernels.torch_group_swaps import swap_rows
-
-    return swap_rows(state, worth)
+    mask: Tensor = _module(backend, "group_swaps", state.gram).swap_rows(state, worth)
+    return mask
 
 
-def _greedy_rows(backend: Backend, inverse: Tensor) -> Kernel:
-    if _compiled(backend, inverse):
-        from lobs.solvers.kernels.compiled_greedy import greedy_rows as compiled_rows
+def _module(
+    name: Backend, loop: Literal["greedy", "group_swaps", "swaps"], matrix: Tensor
+) -> ModuleType:
+    """Return the module that runs a loop on a matrix.
 
-        return compiled_rows
-    from lobs.solvers.kernels.torch_greedy import greedy_rows
-
-    return greedy_rows
-
-
-def _compiled(name: Backend, matrix: Tensor) -> bool:
-    if name not in ("auto", "torch", "compiled"):
-        raise SolverError(f"unknown backend '{name}'. Use one of: auto, torch, compiled.")
-    on_cpu = matrix.device.type == "cpu" and matrix.dtype in (torch.float32, torch.float64)
-    possible = on_cpu and find_spec("numba") is not None
-    if name == "compiled" and not possible:
-        raise SolverError(
-            "the compiled backend needs numba and CPU tensors in float32 or float64. Use 'torch'."
-        )
-    return possible and name != "torch"
+    Args:
+        name: "auto" or a backend.
+        loop: which of the backend's loops.
+        matrix: what it will work on.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise SolverError(f"unknown backend '{name}'. Use one of: auto, {', '.join(BACKENDS)}.")
+    if name != "auto" and not BACKENDS[name].serves(matrix):
+        raise SolverError(f"the {name} backend needs {BACKENDS[name].needs}. Use 'torch'.")
+    first = [] if name == "auto" else [BACKENDS[name]]
+    modules = (
+        getattr(backend, loop)
+        for backend in (*first, *BACKENDS.values())
+        if getattr(backend, loop) is not None and backend.serves(matrix)
+    )
+    return import_module(next(modules))
 
 
 def improve(
@@ -173,7 +210,7 @@ def improve(
     wanted = linear.clone()
     # A smaller part of a gain may be rounding.
     least = 1e-6 if gram.dtype == torch.float64 else 1e-4
-    kernel = _swaps(backend, gram)
+    kernel = _module(backend, "swaps", gram)
     kernel.start(gram, linear, inside, label)
     before = _explained(wanted, linear, inside)
     rows, moves = torch.arange(len(gram), device=gram.device), 0
@@ -219,13 +256,3 @@ def _trades(
     both = takers[torch.isin(takers, givers)]
     takers, givers = takers[~torch.isin(takers, both)], givers[~torch.isin(givers, both)]
     return (takers, entering[takers]), (givers, leaving[givers])
-
-
-def _swaps(name: Backend, gram: Tensor) -> ModuleType:
-    if _compiled(name, gram):
-        from lobs.solvers.kernels import compiled_swaps
-
-        return compiled_swaps
-    from lobs.solvers.kernels import torch_swaps
-
-    return torch_swaps

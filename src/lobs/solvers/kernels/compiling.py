@@ -53,7 +53,7 @@ def spans(rows: int) -> list[tuple[int, int]]:
 
 
 class _Announcer(event.Listener):
-    """Tell the progress display when numba compiles; kernels from its cache raise no event."""
+    """Notify the progress display when numba compiles; kernels from its cache raise no event."""
 
     def on_start(self, event: Any) -> None:
         """Announce that compiling begins."""
