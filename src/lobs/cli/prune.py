@@ -308,7 +308,7 @@ def _solver(name: str, seconds: float | None) -> str | Solver:
         raise LobsError(
             f"--seconds limits the local search of --solver auto; {name} has none to limit."
         )
-    return Auto(seconds=seconds)
+    return Auto(swap_seconds=seconds)
 
 
 def _write(
