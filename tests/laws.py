@@ -1,4 +1,4 @@
-"""Laws that hold for every solver in SOLVERS: each is a function of a solver's name and a problem."""
+"""Laws that hold for every solver in SOLVERS: functions of a solver's name and a problem."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def nothing_removed_changes_nothing(name: str, problem: Problem) -> None:
 def error_budget_is_kept(name: str, problem: Problem) -> None:
     for epsilon in (0.0, 0.03, 0.2, 0.5, 1.0):
         solution = solve(problem, name, ErrorBudget(epsilon, relative=True))
-        assert (
-            solution.relative_error <= epsilon + 1e-6
-        )  # nothing removed still means rounding once to float32
+        # Even with nothing removed the weights are rounded once to float32.
+        assert solution.relative_error <= epsilon + 1e-6
 
 
 def shape_and_type_are_kept(name: str, problem: Problem) -> None:

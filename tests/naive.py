@@ -12,7 +12,7 @@ def quadratic(delta, psi):
 
 
 def best_on_support(w, psi, mask):
-    """Least squares for every row by solving the full normal equations with the removed columns struck out."""
+    """Least squares for every row: the full normal equations without the removed columns."""
     out = torch.zeros_like(w, dtype=torch.float64)
     for r in range(len(w)):
         s = mask[r].nonzero().flatten()
@@ -87,7 +87,7 @@ def row_errors(w, psi, mask):
 
 
 def greedy_in_groups(w, psi, quota):
-    """Row by row: delete whatever raises the error least among columns whose group has not given its share."""
+    """Row by row: delete what raises the error least in groups that have not lost their share."""
     mask = torch.ones(w.shape, dtype=torch.bool)
     for r in range(len(w)):
         left = quota.allowed.tolist()
@@ -135,7 +135,7 @@ def exhaustive_groups(w, psi, n, m):
 
 
 def greedy_blocks(w, psi, shape, count):
-    """Layer-wide greedy over blocks that re-solves least squares for every candidate at every step."""
+    """Layer-wide greedy over blocks that re-solves least squares for every candidate."""
     rows, d = w.shape
     tiles = [
         (slice(r, r + shape[0]), slice(c, c + shape[1]))

@@ -1,4 +1,4 @@
-"""Crews of real processes, each of which runs the command line with the variables that torchrun sets.
+"""Groups of real processes that run the command line with the variables that torchrun sets.
 
 Everything is loaded once and every process is forked from there: sixty processes need not load
 torch sixty times.
@@ -35,7 +35,8 @@ def member(rank, size, port, words):
     try:
         for number, name in ((1, "said"), (2, "error")):
             os.dup2(os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         sys.argv = ["lobs", *words]
         lobs.cli.main()
         code = 0
@@ -49,8 +50,9 @@ def member(rank, size, port, words):
 
 for line in sys.stdin:
     order = json.loads(line)
-    members = [member(rank, order["size"], order["port"], order["words"]) for rank in range(order["size"])]
-    if order["victim"] is not None:  # nobody has been waited for yet, so its number is still its own
+    size, port = order["size"], order["port"]
+    members = [member(rank, size, port, order["words"]) for rank in range(size)]
+    if order["victim"] is not None:  # nobody was waited for yet, so its number is still its own
         time.sleep(order["after"])
         os.kill(members[order["victim"]], signal.SIGKILL)
     began = time.monotonic()
@@ -66,8 +68,8 @@ from torch import nn
 def network():
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Unflatten(1, (2, 6, 6)), nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3),
-        nn.Flatten(), nn.Linear(96, 40), nn.ReLU(), nn.Linear(40, 10),
+        nn.Unflatten(1, (2, 6, 6)), nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(96, 40), nn.ReLU(), nn.Linear(40, 10),
     )
     return model, list(torch.randn(8, 40, 72))
 """
@@ -80,7 +82,7 @@ def free_port():
 
 
 class Commands:
-    """Starts crews that run one command."""
+    """Starts groups of processes that run one command."""
 
     def __init__(self, folder):
         self.folder = folder

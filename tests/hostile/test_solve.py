@@ -1,4 +1,4 @@
-"""One layer from hell: moments, weights, targets and extras that no sane network gives, in all combinations."""
+"""Hostile layers: moments, weights, targets and extras that no sane network gives, combined."""
 
 from __future__ import annotations
 
@@ -88,11 +88,39 @@ WEIGHTS = [
 ]
 
 TARGETS = [
-    0, 1, 0.0, 1.0, 0.5, 0.5, 0.9, 1 / 3, NAN, -0.1, 1.1, INF, 10**400, None, "half", True,
-    ErrorBudget(0), ErrorBudget(0.3, relative=True), ErrorBudget(1e-30), ErrorBudget(1e200), Sparsity({"a": 0.5}),
-    NByM(2, 4), NByM(0, 3), NByM(1, 1), NByM(1, 2, along="channels"), Block(0.5, (2, 2)), Block(1.0, (100, 100)),
-    Structured(0.5), Structured(0.5, "inputs"), Structured(1.0), Structured(1.0, "inputs"), Budget(parameters=3),
-]  # fmt: skip
+    0,
+    1,
+    0.0,
+    1.0,
+    0.5,
+    0.5,
+    0.9,
+    1 / 3,
+    NAN,
+    -0.1,
+    1.1,
+    INF,
+    10**400,
+    None,
+    "half",
+    True,
+    ErrorBudget(0),
+    ErrorBudget(0.3, relative=True),
+    ErrorBudget(1e-30),
+    ErrorBudget(1e200),
+    Sparsity({"a": 0.5}),
+    NByM(2, 4),
+    NByM(0, 3),
+    NByM(1, 1),
+    NByM(1, 2, along="channels"),
+    Block(0.5, (2, 2)),
+    Block(1.0, (100, 100)),
+    Structured(0.5),
+    Structured(0.5, "inputs"),
+    Structured(1.0),
+    Structured(1.0, "inputs"),
+    Budget(parameters=3),
+]
 
 
 def drawn(seed):

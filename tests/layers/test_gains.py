@@ -98,3 +98,36 @@ def test_what_reaches_no_patch_has_no_gain(case):
     assert counted <= zeros  # padding takes places that no input element has
     if not any(module.padding):
         assert counted == zeros
+
+
+class Tenfold(nn.Linear):
+    """A layer that computes otherwise than its class promises."""
+
+    def forward(self, x):
+        return 10 * super().forward(x)
+
+
+def test_a_layer_with_its_own_forward_has_no_gain():
+    torch.manual_seed(0)
+    x, patched = [torch.randn(100, 5)], nn.Linear(6, 3)
+    patched.forward = lambda x: 10 * nn.functional.linear(x, patched.weight, patched.bias)
+    for last in (Tenfold(6, 3), patched):
+        model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), last)
+        target = lobs.Sparsity(0.5)
+        certificate = lobs.prune(model, x, target, skip="2", progress=False).certificate
+        assert certificate.bound is None and certificate.reason
+
+
+def test_a_network_with_an_optional_argument_has_a_bound():
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(5, 4)
+
+        def forward(self, x, mask=None):
+            h = self.fc(x).sigmoid()
+            return h if mask is None else h * mask
+
+    x = [torch.randn(50, 5)]
+    certificate = lobs.prune(Optional(), x, lobs.Sparsity(0.5), progress=False).certificate
+    assert certificate.reason == "" and 0 < certificate.measured <= certificate.bound

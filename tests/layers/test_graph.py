@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from math import floor
 
 import pytest
 import torch
@@ -91,25 +93,37 @@ def test_a_layer_of_ones_own_class_is_one_step_only_if_it_computes_as_the_known_
     assert modules(Doubled(3, 3)) == ["1"]
 
 
+class Rounding(nn.Module):
+    """Calls a function that torch.fx wraps in this very file."""
+
+    def forward(self, x):
+        return x + floor(1.5)
+
+
 class Interrupted(nn.Module):
     def forward(self, x):
         raise KeyboardInterrupt
 
 
 def test_an_interrupt_leaves_modules_as_they_were(monkeypatch):
-    own = {name: vars(nn.Module)[name] for name in ("__call__", "__getattr__")}
+    def patchable():
+        own = [vars(nn.Module)[name] for name in ("__call__", "__getattr__")]
+        return [*own, *(f for f in vars(math).values() if callable(f)), floor]
 
     def stop(self):
         raise KeyboardInterrupt
 
+    before = patchable()
     with pytest.raises(KeyboardInterrupt):
         trace(Interrupted())
-    assert all(vars(nn.Module)[name] is method for name, method in own.items())
-    # Ctrl-C while torch.fx takes its own patches off.
-    monkeypatch.setattr(_symbolic_trace._PatchedFnSetAttr, "revert", stop)
-    with pytest.raises(KeyboardInterrupt):
-        trace(nn.Sequential(nn.Linear(2, 2)))
-    assert all(vars(nn.Module)[name] is method for name, method in own.items())
+    assert all(a is b for a, b in zip(patchable(), before, strict=True))
+    # Ctrl-C while torch.fx removes its own patches.
+    for kind in (_symbolic_trace._PatchedFnSetAttr, _symbolic_trace._PatchedFnSetItem):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "revert", stop)
+            with pytest.raises(KeyboardInterrupt):
+                trace(Rounding())
+        assert all(a is b for a, b in zip(patchable(), before, strict=True))
     assert nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
 
 

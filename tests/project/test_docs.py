@@ -1,10 +1,13 @@
-"""What the docs show runs, what they name exists, and the house is described as it is."""
+"""What the docs show runs, what they name exists, and the architecture page is true."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,6 @@ import torch
 import typer
 
 import lobs
-from tests.project.test_architecture import FLOORS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -60,18 +62,23 @@ def test_a_command_parses_with_all_its_options(page, line):
 
 def test_there_are_commands_and_blocks():
     assert len(COMMANDS) >= 20
-    assert {"index.md", "own-model.md", "faq.md", "reading-the-report.md"} <= {
+    assert {"index.md", "tutorial.md", "own-model.md", "retrain.md", "faq.md"} <= {
         name for name, code in RUNNING.items() if code
     }
 
 
-def test_all_of_the_reference_is_an_attribute_as_it_says():
-    names = [line.split(".")[-1] for line in TEXTS["api.md"].splitlines() if line.startswith(":::")]
-    assert (
-        len(names) > 40
-        and [name for name in names if not hasattr(lobs, name) and not hasattr(lobs.report, name)]
-        == []
-    )
+def test_the_reference_names_every_public_name_and_only_those():
+    sections = re.split(r"^## ", TEXTS["api.md"], flags=re.M)[1:]
+    shown = {
+        part.splitlines()[0]: re.findall(r"^::: .*\.(\w+)$", part, flags=re.M) for part in sections
+    }
+    at_root = {name for title, names in shown.items() if "lobs." not in title for name in names}
+    assert at_root - {"PruneOptions"} == set(lobs.__all__) - {"__version__", "SOLVERS"}
+    for title, names in shown.items():
+        if title.startswith("lobs."):
+            room = importlib.import_module(title)
+            assert [name for name in names if not hasattr(room, name)] == [], title
+    assert sum(map(len, shown.values())) > 55
 
 
 def test_every_benchmark_named_exists():
@@ -108,7 +115,7 @@ def test_every_function_the_mathematics_points_to_exists():
 
 
 def _exists(name: str) -> bool:
-    """A file of the package, or a dotted name in it."""
+    """Return whether a file of the package, or a dotted name in it, exists."""
     if name.endswith(".py"):
         return (Path(lobs.__file__).parent / name).is_file()
     parts = name.split(".")
@@ -125,18 +132,66 @@ def _exists(name: str) -> bool:
     return False
 
 
-def test_the_architecture_lists_every_room_and_its_floor():
-    text = TEXTS["architecture.md"]
-    rooms = set().union(*FLOORS) - {"__version__", "__main__"}
-    table = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
-    listed = {
-        name
-        for cell in re.findall(r"^\|([^|]*)\|", table, flags=re.M)
-        for name in re.findall(r"`(\w+)[./]", cell)
-    }
-    assert rooms <= listed | {"__init__"}, rooms - listed
-    block = re.search(r"^    errors <.*?(?=\n\n)", text, flags=re.S | re.M)[0]
-    floors = [
-        {name.strip() for name in floor.split(",")} for floor in block.replace("\n", " ").split("<")
-    ]
-    assert floors == [floor - {"__version__"} for floor in FLOORS if floor != {"__main__"}]
+def test_the_architecture_lists_every_package():
+    root = Path(lobs.__file__).parent
+    there = {path.name for path in root.iterdir() if (path / "__init__.py").is_file()}
+    there |= {path.name for path in root.glob("*.py") if not path.name.startswith("__")}
+    section = TEXTS["architecture.md"].split("## The packages")[1].split("\n##")[0]
+    listed = re.findall(r"^\| `(\w+)(/|\.py)`", section, flags=re.M)
+    assert {name if kind == "/" else name + kind for name, kind in listed} == there
+
+
+def test_the_architecture_shows_the_ranks_of_the_import_contract():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    contract = re.search(r"^layers = \[(.*?)^\]", text, flags=re.S | re.M)[1]
+    ranks = [set(re.findall(r"\w+", line)) for line in re.findall(r'"(.*?)"', contract)]
+    shown = re.search(r"^    (errors, targets <.*)$", TEXTS["architecture.md"], flags=re.M)[1]
+    assert [set(re.findall(r"\w+", rank)) for rank in shown.split("<")] == ranks[::-1]
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
+    assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in PAGES}
+
+
+def test_every_link_between_pages_leads_to_a_page_and_a_heading():
+    for name, text in TEXTS.items():
+        home = ROOT if name == "README.md" else ROOT / "docs"
+        for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+            if link.startswith("http"):
+                continue
+            path, _, heading = link.partition("#")
+            target = (home / path).resolve()
+            assert target.is_file(), f"{name}: {link}"
+            if heading:
+                found = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.M)
+                assert heading in map(_anchor, found), f"{name}: {link}"
+
+
+def _anchor(heading: str) -> str:
+    """Return the anchor that mkdocs gives a heading."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def test_the_site_fetches_nothing_from_elsewhere():
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.search(r"^  - offline", settings, flags=re.M)
+    shim = re.search(r"polyfills: \[(.*iframe-worker.*)\]", settings)[1]
+    assert (ROOT / "docs" / shim).is_file()
+
+
+@pytest.mark.slow
+def test_the_search_works_on_a_page_that_is_opened_from_a_folder(tmp_path):
+    pytest.importorskip("mkdocs")
+    browser = shutil.which("chromium") or pytest.skip("no chromium")
+    site = tmp_path / "site"
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site]
+    subprocess.run(build, cwd=ROOT, check=True)
+    pages = list(site.glob("*.html"))
+    assert len(pages) > 15
+    assert not [page for page in pages if re.search(r'src="https?:', page.read_text("utf-8"))]
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --virtual-time-budget=9000"
+    look = [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    address = (site / "index.html").as_uri() + "?q=damping"
+    shown = subprocess.check_output([*look, address], text=True, timeout=120)
+    assert re.search(r"\d+ matching documents", shown)

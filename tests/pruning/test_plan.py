@@ -27,7 +27,7 @@ def network():
 
 
 def exact_influence(model, x):
-    """The mean squared Jacobian with respect to every layer's output, by differentiating everything after it."""
+    """Return the mean squared Jacobian with respect to every layer's output, by autograd."""
     found, z = {}, x
     for index, step in enumerate(model):
         z = step(z)

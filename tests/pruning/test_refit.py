@@ -1,4 +1,4 @@
-"""Moving all surviving weights together: what may move, what may not, and that it helps where nobody looked."""
+"""The joint refit: what may move, what may not, and that it helps on inputs never seen."""
 
 from __future__ import annotations
 
@@ -133,8 +133,15 @@ def test_never_further_from_the_dense_network_on_the_batches_kept_back():
         pruned = cut(model, data, refit="layers")
         moved = copy.deepcopy(pruned.model)
         effect = refit_jointly(
-            moved, model, data, find_layers(moved), pruned.masks, samples=48, madds=1000.0, work=None
-        )  # fmt: skip
+            moved,
+            model,
+            data,
+            find_layers(moved),
+            pruned.masks,
+            samples=48,
+            madds=1000.0,
+            work=None,
+        )
         assert (
             effect.after is not None and effect.before is not None and effect.after <= effect.before
         )

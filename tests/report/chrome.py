@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through chromedriver by plain HTTP: what the browser tests need, and no more."""
+"""A headless Chromium, driven through chromedriver by plain HTTP, for the browser tests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PATIENCE = 240  # seconds; a busy machine is slow, not broken
 
 
 def missing() -> str:
-    """What is not installed, or nothing."""
+    """Return what is not installed, or an empty text."""
     if browser() is None:
-        return "no Chromium here: install the packages chromium and chromium-driver to run the browser tests"
+        return "no Chromium here: install chromium and chromium-driver to run the browser tests"
     return (
         ""
         if shutil.which("chromedriver")
@@ -44,7 +44,7 @@ def browser() -> str | None:
 
 
 class Chrome:
-    """One browser session with a profile of its own; use as a context manager."""
+    """One browser session with an empty profile; use as a context manager."""
 
     def __enter__(self) -> Chrome:
         self.profile = tempfile.TemporaryDirectory(
@@ -113,7 +113,7 @@ class Chrome:
         return self._send("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def wait(self, script: str) -> None:
-        """Until a script returns something true."""
+        """Wait until a script returns something true."""
         end = time.monotonic() + PATIENCE
         while not self.run(script):
             assert time.monotonic() < end, f"still not: {script}"
@@ -126,7 +126,7 @@ class Chrome:
         return self._send("POST", "/se/log", {"type": kind})
 
     def complaints(self) -> list[str]:
-        """What the console said since the last look."""
+        """Return the console's warnings since the last call."""
         return [
             entry["message"]
             for entry in self.log("browser")
@@ -134,7 +134,7 @@ class Chrome:
         ]
 
     def requests(self) -> list[str]:
-        """Every address that was asked for since the last look."""
+        """Return every address that was requested since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
         return [
             m["params"]["request"]["url"]
@@ -159,6 +159,6 @@ class Chrome:
         )
 
     def photograph(self, path: Path) -> None:
-        """The whole page, beyond what the window shows."""
+        """Save a picture of the whole page, beyond the window."""
         shot = self.protocol("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))

@@ -5,6 +5,12 @@ import torch
 
 from lobs.errors import ProblemError
 from lobs.solvers import linalg
+from lobs.solvers.least_squares import (
+    approach_least_squares,
+    conjugate_gradients,
+    least_squares,
+)
+from tests.conftest import make_moment
 
 
 def test_the_norm_of_a_large_matrix_is_bounded_from_above(monkeypatch):
@@ -77,3 +83,73 @@ def test_sums_of_squares_are_those_of_float64_whatever_the_scale(kind, scale):
     assert linalg.energy(x) == pytest.approx(float(exact.sum()), rel=1e-6)
     torch.testing.assert_close(linalg.squares(x[0]), exact[0].sum(dim=1), rtol=1e-6, atol=0)
     assert linalg.energy(x[0, 0, :0]) == 0
+
+
+def _dot(a, b):
+    return sum((x * y).sum() for x, y in zip(a, b, strict=True))
+
+
+def test_conjugate_gradients_end_at_the_solution_after_as_many_steps_as_variables():
+    matrix, right = make_moment(12), torch.randn(12, dtype=torch.float64)
+    start = torch.randn(12, dtype=torch.float64)
+    exact = torch.linalg.solve(matrix, right)
+    split = [5, 12 - 5]  # one vector, in two parts
+
+    def product(v):
+        return (matrix @ torch.cat(list(v))).split(split)
+
+    scale = matrix.diagonal().split(split)
+    for precondition in (lambda r: r, lambda r: [x / d for x, d in zip(r, scale, strict=True)]):
+        found = conjugate_gradients(
+            product,
+            (right - matrix @ start).split(split),
+            start.split(split),
+            dot=_dot,
+            done=lambda now, first: False,
+            steps=12,
+            precondition=precondition,
+        )
+        torch.testing.assert_close(torch.cat(list(found)), exact, rtol=1e-6, atol=1e-8)
+
+
+def test_an_exact_preconditioner_needs_one_step():
+    matrix, right = make_moment(12), torch.randn(12, dtype=torch.float64)
+    inverse = torch.linalg.inv(matrix)
+    (found,) = conjugate_gradients(
+        lambda v: [matrix @ v[0]],
+        [right],
+        [torch.zeros_like(right)],
+        dot=_dot,
+        done=lambda now, first: False,
+        steps=1,
+        precondition=lambda r: [inverse @ r[0]],
+    )
+    torch.testing.assert_close(found, inverse @ right)
+
+
+def test_conjugate_gradients_stop_when_they_are_told_to():
+    calls = []
+
+    def product(v):
+        calls.append(v)
+        return [2 * v[0]]
+
+    (found,) = conjugate_gradients(
+        product,
+        [torch.ones(3)],
+        [torch.zeros(3)],
+        dot=_dot,
+        done=lambda now, first: bool(now <= 1e-8 * first),
+        steps=50,
+    )
+    assert len(calls) == 1 and torch.equal(found, torch.full((3,), 0.5))
+
+
+def test_rows_are_systems_of_their_own_and_stay_on_their_supports():
+    gram, weight = make_moment(10), torch.randn(6, 10, dtype=torch.float64)
+    mask = torch.rand(6, 10) < 0.6
+    found = approach_least_squares(gram, weight, mask, weight, steps=20)
+    torch.testing.assert_close(found, least_squares(gram, weight, mask), rtol=1e-6, atol=1e-8)
+    assert bool((found[~mask] == 0).all())
+    alone = approach_least_squares(gram, weight[2:3], mask[2:3], weight[2:3], steps=20)
+    torch.testing.assert_close(found[2:3], alone, rtol=1e-6, atol=1e-8)

@@ -68,7 +68,7 @@ def test_few_samples_are_damped_the_more_the_fewer_and_enough_not_at_all():
 
 
 def test_a_bias_does_not_decide_how_much_quiet_inputs_are_damped():
-    """The same problem in other units of the inputs: the same weights go, and the error does not change."""
+    """In other units of the inputs the same weights go, and the error does not change."""
     inputs, weight = (
         torch.randn(40, 20, dtype=torch.float64),
         torch.randn(6, 21, dtype=torch.float64),
@@ -178,9 +178,12 @@ def test_notes_about_layers_are_one_line_at_the_end_of_a_run():
 
 
 def test_a_summary_names_three_layers_and_counts_the_others():
-    with pytest.warns(
-        NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
-    ), warning_once():
+    with (
+        pytest.warns(
+            NumericalWarning, match=r"5 layers needed .*\(l0: .*; l1: .*; l2: .*; 2 more\)"
+        ),
+        warning_once(),
+    ):
         for index in range(5):
             metric.metric(torch.ones(4, 4), name=f"layer 'l{index}'")
 

@@ -187,8 +187,8 @@ def test_a_layer_without_rows_has_nothing_to_lose():
 
 
 def test_wide_layers_take_admm_alone_and_still_obey_the_pattern(monkeypatch):
-    monkeypatch.setattr("lobs.solvers.patterns.nbym.GREEDY_UP_TO", 0.0)
-    monkeypatch.setattr("lobs.solvers.patterns.nbym.SWAPS_UP_TO", 0.0)
+    monkeypatch.setattr("lobs.solvers.patterns.nbym._GREEDY_UP_TO", 0.0)
+    monkeypatch.setattr("lobs.solvers.patterns.nbym._SWAPS_UP_TO", 0.0)
     monkeypatch.setattr("lobs.solvers.least_squares._MANY", 0.0)
     problem = Problem(torch.randn(10, 65), make_moment(65), bias_column=True)
     solution = solve(problem, "greedy", NByM(2, 4))

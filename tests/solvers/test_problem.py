@@ -96,3 +96,10 @@ def test_a_problem_is_never_changed_by_solving():
     for name in ("greedy", "lobs", "lobs+refine", "apozw"):
         solve(problem, name, 0.5)
     assert torch.equal(problem.weight, weight) and torch.equal(problem.moment, psi)
+
+
+def test_reprs_are_one_short_line_without_tensors():
+    problem = Problem(torch.randn(3, 50), make_moment(50), samples=200, name="layer 'fc'")
+    for text in (repr(problem), repr(solve(problem, "greedy", 0.5))):
+        assert "tensor" not in text and "\n" not in text and len(text) < 100
+    assert repr(problem) == "Problem(layer 'fc': 3×50 float32, samples=200)"

@@ -66,7 +66,7 @@ def test_conjugate_gradients_agree_with_cholesky_where_it_is_dear(monkeypatch):
 
 
 def test_weights_that_swaps_leave_need_no_second_solve(monkeypatch):
-    """The factors of a round of swaps give the best weights on its support: polished, they are those of least squares."""
+    """The factors of a round of swaps give the best weights on its support."""
     monkeypatch.setattr("lobs.solvers.local_search._POOL", 8)
     monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 8)
     p = problem()
@@ -117,7 +117,7 @@ def test_auto_is_never_above_any_start_it_ran():
 
 
 def _correlated(kind, d=160):
-    """Inputs whose columns explain each other to different degrees, so that energy says little about what a removal costs."""
+    """Inputs whose columns explain each other to different degrees: energy is a poor guide."""
     own = torch.logspace(-1, 1, d)[torch.randperm(d)] * torch.randn(4000, d)
     match kind:
         case "factors":
@@ -145,7 +145,7 @@ def test_units_of_equal_cost_find_better_supports(kind, monkeypatch):
 
 
 def _replaceable(kind, d=256):
-    """Inputs whose columns nearly replace each other: in pairs, in sixty-fours, by directions that some share, by sums."""
+    """Inputs whose columns nearly replace each other, in several ways."""
     x = torch.randn(4000, d)
     match kind:
         case "pairs":
@@ -168,7 +168,7 @@ def _replaceable(kind, d=256):
 @pytest.mark.parametrize("kind", ["pairs", "copies", "few directions", "half", "sums"])
 @pytest.mark.parametrize("fraction", [0.5, 0.7, 0.9])
 def test_columns_that_replace_each_other_do_not_mislead_auto(kind, fraction):
-    """Alternating directions drop such columns together: from their support `auto` ended up to 13 times above the greedy."""
+    """ADMM drops such columns together: from its support `auto` ended 13 × above the greedy."""
     x = _replaceable(kind)
     p = Problem(torch.randn(64, 256), x.mT @ x / len(x))
     assert solve(p, "auto", fraction).error <= solve(p, "greedy", fraction).error * (1 + 1e-3)
@@ -186,7 +186,7 @@ def test_columns_that_replace_each_other_do_not_mislead_auto_by_error():
 
 
 def test_rows_that_matter_little_do_not_hide_a_poor_start():
-    """Rows trade by importance, so that what is gained and what is left must both be counted by it."""
+    """Rows trade by importance, so gains and remaining errors must both be weighted by it."""
     x, matters = _replaceable("pairs"), torch.cat([torch.ones(32), torch.zeros(32)])
     p = Problem(torch.randn(64, 256), x.mT @ x / len(x), row_weight=matters)
     ours, greedy = (solve(p, solver, 0.7).weight for solver in ("auto", "greedy"))

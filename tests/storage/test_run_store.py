@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lobs
-from lobs import Budget, LobsError, Sparsity
+from lobs import Budget, Execution, LobsError, Numerics, Sparsity
 from lobs.pruning import run as run_module
 from lobs.storage.run_store import RunStore, open_run_store
 
@@ -123,7 +123,9 @@ class Interrupt(BaseException):
 
 @pytest.mark.parametrize("inputs", ["asymmetric", "pruned", "dense"])
 @pytest.mark.parametrize(
-    "target", [0.6, Sparsity(0.5, scope="layer"), Budget(drop=0.5)], ids=["shared", "each", "drop"]
+    "target",
+    [Sparsity(0.6), Sparsity(0.5, scope="layer"), Budget(drop=0.5, evaluate=score)],
+    ids=["shared", "each", "drop"],
 )
 def test_work_that_was_done_is_not_done_again(tmp_path, monkeypatch, inputs, target):
     solve = run_module.solve
@@ -137,15 +139,15 @@ def test_work_that_was_done_is_not_done_again(tmp_path, monkeypatch, inputs, tar
 
     monkeypatch.setattr("lobs.pruning.run.solve", counting)
     run = lambda **options: lobs.prune(  # noqa: E731
-        network(), data(), target, inputs=inputs, progress=False, evaluate=score, **options
+        network(), data(), target, inputs=inputs, progress=False, **options
     )
     whole = run()
     wanted, stop = list(solved), len(solved) // 2
     solved.clear()
     with pytest.raises(Interrupt):
-        run(resume=tmp_path)
+        run(execution=Execution(resume=tmp_path))
     stop = None
-    resumed = run(resume=tmp_path)
+    resumed = run(execution=Execution(resume=tmp_path))
     assert solved == wanted
     assert all(torch.equal(m, resumed.masks[n]) for n, m in whole.masks.items())
     assert all(
@@ -181,28 +183,30 @@ def test_a_pass_over_the_data_goes_on_where_it_was(tmp_path, monkeypatch):
     )
 
 
-CHANGES = {
-    "target": lambda m, d, o: (m, d, 0.5, o),
-    "data": lambda m, d, o: (m, d[:-1], 0.6, o),
-    "weights": lambda m, d, o: (nn.Sequential(*m[:4], nn.Linear(6, 3)), d, 0.6, o),
-    "network": lambda m, d, o: (nn.Sequential(*m, nn.ReLU()), d, 0.6, o),
-    "solver": lambda m, d, o: (m, d, 0.6, {**o, "solver": "lobs"}),
-    "passes": lambda m, d, o: (m, d, 0.6, {**o, "passes": 1}),
-    "layers": lambda m, d, o: (m, d, 0.6, {**o, "skip": "0"}),
-    "damping": lambda m, d, o: (m, d, 0.6, {**o, "damping": 0.1}),
+SAME = Sparsity(0.6)
+CHANGES = {  # the name of what differs, and a run that differs in it
+    "target": lambda m, d: (m, d, Sparsity(0.5), {}),
+    "target of one round": lambda m, d: (m, d, Sparsity(0.6, rounds=1), {}),
+    "data": lambda m, d: (m, d[:-1], SAME, {}),
+    "weights": lambda m, d: (nn.Sequential(*m[:4], nn.Linear(6, 3)), d, SAME, {}),
+    "network": lambda m, d: (nn.Sequential(*m, nn.ReLU()), d, SAME, {}),
+    "solver": lambda m, d: (m, d, SAME, {"solver": "lobs"}),
+    "layers": lambda m, d: (m, d, SAME, {"skip": "0"}),
+    "numerics": lambda m, d: (m, d, SAME, {"numerics": Numerics(damping=0.1)}),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_changed_input_or_setting_is_refused_by_name(tmp_path, what):
-    options = {"resume": tmp_path, "progress": False}
-    lobs.prune(network(), data(), lobs.Sparsity(0.6), **options)
+    always = {"execution": Execution(resume=tmp_path), "progress": False}
+    lobs.prune(network(), data(), SAME, **always)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    model, batches, target, changed = CHANGES[what](network(), data(), options)
+    model, batches, target, changed = CHANGES[what](network(), data())
+    key = what.split()[0]
     with pytest.raises(
-        LobsError, match=rf"belongs to another run: .*{what} was .*, is .*Give another folder"
+        LobsError, match=rf"belongs to another run: .*{key} was .*, is .*Give another folder"
     ):
-        lobs.prune(model, batches, target, **changed)
+        lobs.prune(model, batches, target, **always, **changed)
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
 

@@ -1,4 +1,4 @@
-"""Several processes give what one gives; a lost one ends the others in words, and the work is taken up again."""
+"""Several processes give what one gives; a lost one ends the others, and work can resume."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from lobs._system.distributed import ProcessGroup
 from lobs.calibration.collect import Calibration
 
 pytestmark = pytest.mark.xdist_group("yard")
-# Everything is loaded once; every crew is forked from there, so that twenty of them do not load
-# torch sixty times.
+# Everything is loaded once and every group is forked from there: torch need not load sixty times.
 PROGRAM = """
 import json, os, sys, time
 from contextlib import ExitStack
@@ -34,26 +33,38 @@ from lobs.solvers import least_squares
 torch.set_num_threads(1)
 torch.manual_seed(0)
 NETWORKS = {
-    "chain": nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4)),
-    "norms": nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(),
-                           nn.Conv2d(6, 6, 1, groups=2), nn.Flatten(), nn.Linear(24, 4)),
-    "wide": nn.Sequential(nn.Linear(12, 70), nn.ReLU(), nn.Linear(70, 40), nn.ReLU(), nn.Linear(40, 4)),
+    "chain": nn.Sequential(
+        nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4)
+    ),
+    "norms": nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(),
+        nn.Conv2d(6, 6, 1, groups=2), nn.Flatten(), nn.Linear(24, 4),
+    ),
+    "wide": nn.Sequential(
+        nn.Linear(12, 70), nn.ReLU(), nn.Linear(70, 40), nn.ReLU(), nn.Linear(40, 4)
+    ),
 }
 BATCHES = list(torch.randn(6, 30, 12)) + [torch.randn(7, 12)]
 
 
 def run(network, share, options, out, folder=None):
-    target = options.pop("target", 0.6)
+    target = lobs.Sparsity(0.6, rounds=options.pop("rounds", 2))
+    how = {name: options.pop(name) for name in ("memory", "distributed") if name in options}
+    how = lobs.Execution(resume=folder, **how)
     pieces = options.pop("pieces", None)
     with ExitStack() as stack:
         if pieces is not None:  # so that small layers are shared as large ones are
             for place, name, value in (
-                (local_search, "_BATCH_BYTES", 2**15), (local_search, "_TOGETHER", pieces), (least_squares, "_FEW", 0.0),
+                (local_search, "_BATCH_BYTES", 2**15),
+                (local_search, "_TOGETHER", pieces),
+                (least_squares, "_FEW", 0.0),
                 (local_search._Rows, "_batch", counting(local_search._Rows._batch, out)),
                 (least_squares, "_solved_rows", counting(least_squares._solved_rows, out)),
             ):
                 stack.enter_context(patch.object(place, name, value))
-        result = lobs.prune(NETWORKS[network], share, target, progress=False, resume=folder, **options)
+        result = lobs.prune(
+            NETWORKS[network], share, target, progress=False, execution=how, **options
+        )
     result.save(out)
 
 
@@ -74,8 +85,11 @@ def member(rank, size, port, timeout, shares, network, options, out, folder):
         return process
     code = 1
     try:
-        store = distributed.TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=60))
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        minute, longest = timedelta(seconds=60), timedelta(seconds=timeout)
+        store = distributed.TCPStore("127.0.0.1", port, size, rank == 0, timeout=minute)
+        distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=longest
+        )
         share = [BATCHES[i] for i in shares[rank]]
         hung = options.pop("hung", None)
         if hung == rank:
@@ -96,10 +110,12 @@ def member(rank, size, port, timeout, shares, network, options, out, folder):
 for line in sys.stdin:
     order = json.loads(line)
     if order["size"] == 1:
-        run(order["network"], [BATCHES[i] for i in order["shares"][0]], order["options"], order["out"])
+        share = [BATCHES[i] for i in order["shares"][0]]
+        run(order["network"], share, order["options"], order["out"])
         print(json.dumps([]), flush=True)
     else:
-        words = [order[key] for key in ("size", "port", "timeout", "shares", "network", "options", "out", "folder")]
+        keys = ("size", "port", "timeout", "shares", "network", "options", "out", "folder")
+        words = [order[key] for key in keys]
         members = [member(rank, *words) for rank in range(order["size"])]
         print(json.dumps(members), flush=True)
         codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in members]
@@ -114,7 +130,7 @@ def free_port():
 
 
 class Yard:
-    """Starts crews."""
+    """Starts groups of processes."""
 
     def __init__(self):
         words = [sys.executable, "-c", PROGRAM]
@@ -206,7 +222,7 @@ def test_several_processes_prune_as_one_does(yard, tmp_path, share, inputs, solv
 
 @pytest.mark.parametrize("share", ["four", "one without"])
 def test_several_processes_move_all_weights_together_as_far_as_one_does(yard, tmp_path, share):
-    """Each draws the random signs of its own samples, so that the weights differ, but not by what they leave."""
+    """Each draws random signs for its own samples: weights differ, but not the distance."""
     shares = SHARES[share]
     yard.send(1, [in_turn(shares)], tmp_path / "one", refit="network")
     assert yard.codes(len(shares), shares, tmp_path / "many", refit="network") == [0] * len(shares)
@@ -214,10 +230,8 @@ def test_several_processes_move_all_weights_together_as_far_as_one_does(yard, tm
         masks(tmp_path / "one"),
         [masks(tmp_path / f"many.{rank}") for rank in range(len(shares))],
     )
-    kept_back = [
-        said[2]["settings"]["compensation"].rpartition(" on ")[2] for said in (one, many[0])
-    ]
-    assert kept_back[0] == kept_back[1] and "samples kept back" in kept_back[0]
+    kept_back = [said[2]["settings"]["refit"].rpartition(" on ")[2] for said in (one, many[0])]
+    assert kept_back[0] == kept_back[1] and "held-out samples" in kept_back[0]
     assert all(torch.equal(m, many[0][0][n]) for n, m in one[0].items())
     assert one[2]["certificate"]["measured"] == pytest.approx(
         many[0][2]["certificate"]["measured"], rel=0.1
@@ -240,7 +254,7 @@ def test_processes_with_a_limit_of_memory_agree_even_if_one_has_no_data(yard, tm
 def test_rows_of_a_layer_are_shared_and_nothing_changes(yard, tmp_path, solver, pieces):
     shares, options = (
         SHARES["even"],
-        {"network": "wide", "solver": solver, "pieces": pieces, "passes": 1},
+        {"network": "wide", "solver": solver, "pieces": pieces, "rounds": 1},
     )
     yard.send(1, [in_turn(shares)], tmp_path / "one", **options)
     assert yard.codes(2, shares, tmp_path / "two", **options) == [0, 0]
@@ -257,7 +271,7 @@ def rows_of(path):
 
 def test_batch_norms_are_estimated_on_everybodys_data(yard, tmp_path):
     shares = [[0, 2], [1, 3]]
-    options = {"network": "norms", "passes": 1}
+    options = {"network": "norms", "rounds": 1}
     yard.send(1, [in_turn(shares)], tmp_path / "one", **options)
     assert yard.codes(2, shares, tmp_path / "many", **options) == [0, 0]
     one, many = masks(tmp_path / "one"), masks(tmp_path / "many.0")

@@ -1,4 +1,4 @@
-"""A process killed at any moment ends the others in one line each, and the same command again ends with the same bits."""
+"""A process killed at any moment ends the others in one line; a rerun ends with the same bits."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from lobs.errors import ProcessGroupError
 from tests.processes import Commands, content
 
 pytestmark = pytest.mark.xdist_group(
-    "crews"
+    "groups"
 )  # one of the test runner's processes makes what they all need
 TIME_OUT = 10
 NAMED = ("has lost another", "could not find the others")
 
 
 @pytest.fixture(scope="module")
-def crews(tmp_path_factory):
-    commands = Commands(tmp_path_factory.mktemp("crews"))
+def groups(tmp_path_factory):
+    commands = Commands(tmp_path_factory.mktemp("groups"))
     yield commands
     commands.close()
 
 
 @pytest.fixture(scope="module")
-def whole(crews):
+def whole(groups):
     """What an uninterrupted run of three gives, and how long it takes."""
-    codes, seconds = crews.prune(out="whole", resume="uninterrupted")
+    codes, seconds = groups.prune(out="whole", resume="uninterrupted")
     assert codes == [0, 0, 0]
-    return content(crews.folder / "whole"), seconds
+    return content(groups.folder / "whole"), seconds
 
 
-def lose_one(crews, whole, rng, turn):
-    """Kill one of three at a random moment and run again. False where the others had no more need of it."""
+def lose_one(groups, whole, rng, turn):
+    """Kill one of three at a random moment and run again. False where the others had finished."""
     truth, seconds = whole
     victim, after = rng.randrange(3), rng.random() * seconds
     out, run_store = f"out{turn}", f"run_store{turn}"
-    codes, went_on = crews.prune(
+    codes, went_on = groups.prune(
         out=out, resume=run_store, time_out=TIME_OUT, victim=victim, after=after
     )
     others = {0, 1, 2} - {victim}
@@ -53,36 +53,36 @@ def lose_one(crews, whole, rng, turn):
     assert codes[victim] == -signal.SIGKILL
     assert [codes[rank] for rank in others] == [1, 1]
     assert went_on < TIME_OUT + 30  # a busy machine needs some time to notice
-    for told in crews.errors(others):
+    for told in groups.errors(others):
         assert told.startswith("error: process ") and told.count("\n") == 1
         assert any(words in told for words in NAMED)
-    assert not (crews.folder / out).exists()
-    assert crews.prune(out=out, resume=run_store)[0] == [0, 0, 0]
-    assert content(crews.folder / out) == truth
+    assert not (groups.folder / out).exists()
+    assert groups.prune(out=out, resume=run_store)[0] == [0, 0, 0]
+    assert content(groups.folder / out) == truth
     return True
 
 
-def lose(crews, whole, losses, seed):
+def lose(groups, whole, losses, seed):
     rng, done = random.Random(seed), 0
     for turn in range(3 * losses):
-        done += lose_one(crews, whole, rng, f"{seed}-{turn}")
+        done += lose_one(groups, whole, rng, f"{seed}-{turn}")
         if done == losses:
             return
     pytest.fail(f"only {done} kills of {3 * losses} came in time")
 
 
-def test_a_process_killed_at_any_moment_is_named_and_the_rerun_has_the_same_bits(crews, whole):
-    lose(crews, whole, 1, seed=0)
+def test_a_process_killed_at_any_moment_is_named_and_the_rerun_has_the_same_bits(groups, whole):
+    lose(groups, whole, 1, seed=0)
 
 
 @pytest.mark.slow
-def test_twenty_random_kills_are_twenty_clear_failures_and_twenty_resumes(crews, whole):
-    lose(crews, whole, 20, seed=1)
+def test_twenty_random_kills_are_twenty_clear_failures_and_twenty_resumes(groups, whole):
+    lose(groups, whole, 20, seed=1)
 
 
 @pytest.mark.slow
 def test_torchrun_ends_when_one_of_its_processes_is_killed_and_goes_on_when_it_is_started_again(
-    crews, whole
+    groups, whole
 ):
     launch = [
         sys.executable,
@@ -104,11 +104,11 @@ def test_torchrun_ends_when_one_of_its_processes_is_killed_and_goes_on_when_it_i
         "--resume",
         "elastic",
     ]
-    how = {"cwd": crews.folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
+    how = {"cwd": groups.folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
     with subprocess.Popen(
         [*launch, *words], **how, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as agent:
-        while not (crews.folder / "elastic" / "calibration.safetensors").exists():
+        while not (groups.folder / "elastic" / "calibration.safetensors").exists():
             assert agent.poll() is None, agent.communicate()
             time.sleep(0.001)
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -116,9 +116,9 @@ def test_torchrun_ends_when_one_of_its_processes_is_killed_and_goes_on_when_it_i
         told = agent.communicate(timeout=120)[1]
     assert agent.returncode != 0
     assert "SIGKILL" in told
-    assert not (crews.folder / "torchrun").exists()
+    assert not (groups.folder / "torchrun").exists()
     subprocess.run([*launch, *words], **how, check=True, capture_output=True)
-    assert content(crews.folder / "torchrun") == whole[0]
+    assert content(groups.folder / "torchrun") == whole[0]
 
 
 def test_processes_that_never_come_are_given_up_on(monkeypatch):
@@ -132,7 +132,10 @@ def test_processes_that_never_come_are_given_up_on(monkeypatch):
         "MASTER_PORT": "29500",
     }.items():
         monkeypatch.setenv(name, value)
-    words = r"process 1 of 3 could not find the others through 10\.0\.0\.1:29500 in 0\.1 seconds .* start all of them again"
+    words = (
+        r"process 1 of 3 could not find the others through 10\.0\.0\.1:29500 in 0\.1 seconds .* "
+        "start all of them again"
+    )
     with pytest.raises(ProcessGroupError, match=words), launched_group(0.1):
         pass
     never.set()

@@ -124,7 +124,7 @@ def test_moments_in_strips_are_the_plain_ones(monkeypatch):
 @pytest.mark.parametrize("inputs", ["dense", "asymmetric", "pruned"])
 @pytest.mark.parametrize("solver", ["auto", "admm", "columns", "lobs"])
 def test_wide_layers_lose_as_little(monkeypatch, inputs, solver):
-    """The single_copy form is the same problem but for a thousandth of damping and single precision."""
+    """A single copy is the same problem but for damping of a thousandth and single precision."""
     model, target = network(), Sparsity(0.5, scope="layer")
     plain = lobs.prune(
         model, batches(), target, solver=solver, inputs=inputs, refit="layers", progress=False
@@ -213,9 +213,9 @@ def test_a_wide_layers_aim_is_the_ordinary_one(wide, monkeypatch):
     x_hat = x + 0.3 * torch.randn(400, 5)
     moments = PairedMoments(layer)
     moments.add(layer, x, x_hat)
-    missed = moments.missed(layer.matrix())
+    residual = moments.residual(layer.matrix())
     problem = asymmetric_problem(
-        layer_problem(layer, layer.matrix(), moments.pruned, overwrite=True), missed
+        layer_problem(layer, layer.matrix(), moments.pruned, overwrite=True), residual
     )
     with_ones = torch.cat([x_hat, torch.ones(400, 1)], 1)
     expected = torch.linalg.lstsq(with_ones, layer.module(x).detach()).solution.mT
@@ -226,7 +226,7 @@ def test_dead_inputs_of_a_wide_layer_cost_nothing_and_stay_if_kept(wide):
     model = nn.Sequential(nn.Linear(6, 3))
     x = torch.randn(200, 6)
     x[:, 4] = 0
-    cut = lobs.prune(model, [x], 1 / 6, solver="admm", inputs="dense", progress=False)
+    cut = lobs.prune(model, [x], Sparsity(1 / 6), solver="admm", inputs="dense", progress=False)
     assert cut.layers[0].error < 1e-9
     assert torch.equal(cut.model[0].weight[:, 4], torch.zeros(3))
     whole = lobs.prune(model, [x], lobs.Sparsity(0.0), solver="admm", progress=False)
@@ -234,7 +234,7 @@ def test_dead_inputs_of_a_wide_layer_cost_nothing_and_stay_if_kept(wide):
 
 
 @pytest.mark.parametrize("inputs", ["dense", "asymmetric"])
-@pytest.mark.parametrize("target", [0.5, Sparsity(0.5, scope="layer")])
+@pytest.mark.parametrize("target", [Sparsity(0.5), Sparsity(0.5, scope="layer")])
 def test_layers_in_groups_give_the_same_bits(monkeypatch, inputs, target):
     model = network()
     one = lobs.prune(model, batches(), target, inputs=inputs, progress=False)
@@ -345,7 +345,7 @@ def test_wide_layers_verify(wide, tmp_path, inputs):
     assert all(finding.holds for finding in verify_errors(saved, model, cut.model, batches()))
 
 
-def test_a_run_with_other_room_takes_up_the_journal(tmp_path, monkeypatch):
+def test_a_run_with_other_room_takes_up_the_run_store(tmp_path, monkeypatch):
     model = network()
     whole = lobs.prune(
         model,
@@ -356,7 +356,9 @@ def test_a_run_with_other_room_takes_up_the_journal(tmp_path, monkeypatch):
     )
     monkeypatch.setattr("lobs.calibration.on_demand.passes", lambda layers, _: passes(layers, 1.0))
     with monkeypatch.context() as patch:
-        patch.setattr("lobs.pruning.session.Job._measure", lambda self: self.gather() or exit())
+        patch.setattr(
+            "lobs.pruning.session.Session._measure_curves", lambda self: self.gather() or exit()
+        )
         with pytest.raises(SystemExit):
             lobs.prune(
                 model,
@@ -416,6 +418,19 @@ def test_nearly_dead_inputs_of_a_wide_layer_get_no_enormous_weights(wide):
         assert float(cut.model[0].weight.detach().abs().max()) < 5
 
 
+@pytest.mark.parametrize(
+    "target", [lobs.Block(0.5, (2, 4)), lobs.Structured({"0": 0.5}, "inputs"), lobs.NByM(2, 4)]
+)
+@pytest.mark.parametrize("inputs", ["dense", "asymmetric"])
+def test_wide_layers_take_patterns_and_lose_as_little(monkeypatch, target, inputs):
+    model, options = network(), {"inputs": inputs, "refit": "layers", "progress": False}
+    plain = lobs.prune(model, batches(), target, **options)
+    monkeypatch.setattr("lobs._system.memory._WIDE", 1)
+    single_copy = lobs.prune(model, batches(), target, **options)
+    assert single_copy.kept_fraction == plain.kept_fraction
+    assert single_copy.certificate.measured == pytest.approx(plain.certificate.measured, rel=0.1)
+
+
 def test_half_precision_does_not_overflow(wide):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 4)).half(), torch.randn(300, 6)
@@ -448,7 +463,7 @@ def test_many_tensors_aside_are_one_open_file():
 
 
 def test_forecasts_refuse_what_prune_refuses():
-    for wrong in ({"passes": 0}, {"inputs": "wet"}, {"solver": "magic"}):
+    for wrong in ({"numerics": 0}, {"inputs": "wet"}, {"solver": "magic"}):
         with pytest.raises(LobsError):
             lobs.forecast(network(), batches(), lobs.Sparsity(0.5), **wrong)
     with pytest.raises(LobsError):
@@ -473,9 +488,12 @@ PROMISE = """
 import resource, sys, torch, lobs
 from torch import nn
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(9000, 300), nn.ReLU(), nn.Linear(300, 5000), nn.ReLU(), nn.Linear(5000, 300)).bfloat16()
+model = nn.Sequential(
+    nn.Linear(9000, 300), nn.ReLU(), nn.Linear(300, 5000), nn.ReLU(), nn.Linear(5000, 300)
+).bfloat16()
 data = [torch.randn(64, 9000).bfloat16() for _ in range(3)]
-lobs.prune(model, data, lobs.Sparsity(0.9, scope="layer"), solver="columns", memory=sys.argv[1], progress=False)
+lobs.prune(model, data, lobs.Sparsity(0.9, scope="layer"), solver="columns",
+           execution=lobs.Execution(memory=sys.argv[1]), progress=False)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

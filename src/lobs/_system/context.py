@@ -31,14 +31,14 @@ class Context:
     memory: MemoryLimit | None = None
 
     def affords(self, count: float) -> bool:
-        """Tell whether the limit leaves `count` bytes for one layer.
+        """Return whether the limit leaves `count` bytes for one layer.
 
         The answer depends on the limit alone, not on what is free now, so that runs repeat.
         """
         return self.memory is None or count <= self.memory.per_layer
 
     def fits(self, count: float) -> bool:
-        """Tell whether `count` more bytes may become resident now."""
+        """Return whether `count` more bytes may become resident now."""
         return self.memory is None or count <= self.memory.room()
 
     def scratch(self, tensor: Tensor) -> AbstractContextManager[Callable[[], Tensor]]:

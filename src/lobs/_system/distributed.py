@@ -37,7 +37,7 @@ class ProcessGroup:
 
     @property
     def leads(self) -> bool:
-        """Tell whether this process writes files and messages."""
+        """Return whether this process writes files and messages."""
         return self.rank == 0
 
     def all_reduce(self, *tensors: Tensor) -> None:

@@ -113,7 +113,7 @@ def room() -> int | None:
 
 
 def resident() -> int:
-    """Return the bytes this process has resident now; 0 where the system does not tell."""
+    """Return the bytes this process has resident now; 0 where the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):
@@ -124,7 +124,7 @@ def resident() -> int:
 
 
 def single_copy(groups: int, columns: int) -> bool:
-    """Tell whether a layer's moment must be kept once, in single precision.
+    """Return whether a layer's moment must be kept once, in single precision.
 
     That is so from 8,192 columns on. With a memory limit, it is so from where six copies in double
     precision would take an eighth of the limit. The limit decides, not the memory that is free

@@ -1,4 +1,4 @@
-"""Two networks side by side on the same data: how far apart are their outputs and their layers?"""
+"""Compare two networks on the same data: distances of their outputs and their layers."""
 
 from __future__ import annotations
 
@@ -68,8 +68,9 @@ class Comparison:
         self.dense, self.pruned, self.pairs, self.expected = dense, pruned, layers, expected
         self.samples = 0
         self.output: float | None = None  # root mean square over the samples
+        self.output_norm: float | None = None  # of the dense output, root mean square
         self.layers: dict[str, LayerDistance] = {}
-        self._total, self._comparable = 0.0, True
+        self._total, self._energy, self._comparable = 0.0, 0.0, True
         self._sums = {before.name: [0.0, 0.0, 0] for before, _ in layers}
         self._outputs: dict[str, list[Tensor]] = {}
 
@@ -82,18 +83,20 @@ class Comparison:
         else:
             difference = first.to(torch.float64) - second.to(torch.float64)
             self._total += float(difference.square().sum())
+            self._energy += linalg.energy(first)
         self.samples += batch_size(batch)
 
     def join(self) -> Comparison:
         """Add up the sums of all processes and compute the results."""
         sums = [x for parts in self._sums.values() for x in parts]
-        total, incomparable, samples, *rest = process_group().sum_numbers(
-            self._total, not self._comparable, self.samples, *sums
+        total, energy, incomparable, samples, *rest = process_group().sum_numbers(
+            self._total, self._energy, not self._comparable, self.samples, *sums
         )
         self.samples = round(samples)
         known = incomparable == 0 and self.samples > 0
         if known and self.expected in (None, self.samples):
             self.output = math.sqrt(total / self.samples)
+            self.output_norm = math.sqrt(energy / self.samples)
         for index, (layer, _) in enumerate(self.pairs):
             error, energy, numbers = rest[3 * index : 3 * index + 3]
             count = round(numbers) // max(1, layer.groups * layer.rows)

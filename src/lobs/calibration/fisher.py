@@ -1,8 +1,8 @@
 """Estimate the diagonal of the loss's curvature, by which optimal brain damage chooses weights.
 
 Optimal brain damage is by LeCun, Denker and Solla (1990). For a softmax classifier the Gauss–Newton
-matrix of the cross entropy is the Fisher matrix. That is the mean of g gᵀ over inputs and over
-labels drawn from the network's own distribution, with g the gradient of one sample's loss.
+matrix of the cross entropy is the Fisher matrix. It is the mean of g gᵀ, with g the gradient of
+one sample's loss. The mean is over inputs and over labels drawn from the network's distribution.
 
 Its diagonal is the mean of g². One backward pass per batch with drawn labels estimates it without
 bias, and no true labels are needed. A sample's gradient is summed over the positions of a

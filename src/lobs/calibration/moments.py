@@ -49,7 +49,13 @@ class Moments:
 
     @classmethod
     def of(cls, layer: Layer, device: torch.device, *, counts_only: bool = False) -> Moments:
-        """Return empty moments for a layer's inputs."""
+        """Return empty moments for a layer's inputs.
+
+        Args:
+            layer: the layer.
+            device: where the sums are kept.
+            counts_only: only count vectors; the sums stay empty.
+        """
         return cls(
             layer.groups,
             layer.columns,
@@ -93,7 +99,13 @@ class Moments:
     def unpacked(
         cls, parts: Mapping[str, Tensor], *, bias: bool, device: torch.device | None = None
     ) -> Moments:
-        """Restore packed sums; a tensor that is on the device already is used without a copy."""
+        """Restore packed sums.
+
+        Args:
+            parts: the tensors of `packed`. Those on the device already are not copied.
+            bias: whether the layer has a bias.
+            device: where the sums are kept.
+        """
         groups, columns = parts["sum"].shape
         moments = cls(groups, columns, bias=bias, device=device, counts_only=True)
         moments._whole = parts["whole"].to(moments._whole)
@@ -200,7 +212,13 @@ class PairedMoments:
         )
 
     def add(self, layer: Layer, x: Tensor, x_hat: Tensor) -> None:
-        """Add the input of one call, in the dense and in the pruned network."""
+        """Add the input of one call.
+
+        Args:
+            layer: the layer, in the dense network.
+            x: its input in the dense network.
+            x_hat: its input in the pruned network.
+        """
         if x.shape != x_hat.shape:
             raise CalibrationError(
                 f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and "

@@ -73,8 +73,9 @@ def output_influence(
                 "going back through the network, as a budget for all of it needs (scope='layer' "
                 "does not),"
             ):
+                # The gradient of a scalar: given signs, torch would import sympy to compare shapes.
                 gradients = torch.autograd.grad(
-                    out, [z for _, z in probes], signs, allow_unused=True
+                    (out * signs).sum(), [z for _, z in probes], allow_unused=True
                 )
             for (layer, _), gradient in zip(probes, gradients, strict=True):
                 if gradient is not None:

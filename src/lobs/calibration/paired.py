@@ -1,7 +1,7 @@
 """Collect the inputs of every layer in the dense and in the pruned network, side by side.
 
-To prune a layer on the outputs of the pruned layers before it, one must run the network up to that
-layer again, or keep the activations reached so far. Where the network can be traced, its steps run
+A layer is pruned on the outputs of the pruned layers before it. So one must run the network up to
+that layer again, or keep the activations reached so far. Where the network can be traced, its steps run
 one at a time for all batches in both networks. Only values that a later step needs are kept. That
 costs two forward passes in all, and memory for the activations between two layers. Past
 `_IN_MEMORY` bytes, or a quarter of the memory that a limit leaves, they go to temporary files.

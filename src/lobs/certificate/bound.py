@@ -53,6 +53,13 @@ class Certificate:
     contributions: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     held_out: float | None = None
+    output_norm: float | None = None  # root mean square norm of the dense output
+
+    def relative(self, change: float | None) -> float | None:
+        """Return a change of the output as a fraction of the dense output's norm."""
+        if change is None or not self.output_norm:
+            return None
+        return change / self.output_norm
 
     def __str__(self) -> str:
         measured = "not measured" if self.measured is None else f"measured {self.measured:.4g}"

@@ -106,6 +106,7 @@ def certificate(
     return replace(
         found,
         measured=comparison.output,
+        output_norm=comparison.output_norm,
         held_out=None if held_out is None else _held_out(dense, pruned, held_out),
     )
 

@@ -22,7 +22,7 @@ from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
 from lobs.layers.hooks import before_forward
-from lobs.solvers.masks import broken_groups
+from lobs.solvers.patterns.nbym import broken_groups
 from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
 
@@ -214,7 +214,8 @@ def _counting(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Counter[str
     handles: list[Any] = [before_forward(model, partial(count, ""))]
     try:
         for layer in layers:
-            handles.append(layer.on_input(partial(count, layer.name)))
+            # One by one: whatever was placed before an error must be removed.
+            handles.append(layer.on_input(partial(count, layer.name)))  # noqa: PERF401
         yield calls
     finally:
         for handle in handles:
@@ -238,18 +239,18 @@ def _again(
 def _parameters(
     row: dict[str, Any], masks: Mapping[str, Any]
 ) -> dict[str, tuple[int | None, int | None]]:
-    """Which rows of which parameters are a layer's; files from before layers could share one do not say."""
-    told = row.get("parameters")
-    if not told:
+    """Return a layer's parameters and their rows; older files do not record them."""
+    recorded = row.get("parameters")
+    if not recorded:
         own = {f"{row['name']}.weight", f"{row['name']}.bias"}
         # A network that is one bare layer has parameters without a prefix.
         return dict.fromkeys(own if own & masks.keys() else ("weight", "bias"), (None, None))
-    if not isinstance(told, dict) or not all(
+    if not isinstance(recorded, dict) or not all(
         isinstance(s, list) and len(s) == 2 and all(isinstance(i, int) for i in s)
-        for s in told.values()
+        for s in recorded.values()
     ):
         raise FileError("the file's record of layers is damaged.")
-    return {name: (start, stop) for name, (start, stop) in told.items()}
+    return {name: (start, stop) for name, (start, stop) in recorded.items()}
 
 
 def _rows(saved: Checkpoint) -> list[dict[str, Any]]:

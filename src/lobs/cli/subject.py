@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def in_zoo(self) -> bool:
-        """Return whether the zoo builds the network; then the metric is a test error in percent."""
+        """Return whether the network is one of the zoo's, with a test error in percent."""
         return self.network in zoo.ZOO
 
     def measure(self, model: nn.Module) -> float | None:

@@ -138,7 +138,14 @@ class Conv3dLayer(ConvolutionLayer):
 def slide(
     x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:
-    """Return windows of the last dimensions as (…, output position…, kernel position…)."""
+    """Return windows of the last dimensions as (…, output position…, kernel position…).
+
+    Args:
+        x: a tensor with any leading dimensions.
+        kernel: window size in each dimension.
+        stride: step between windows in each dimension.
+        dilation: step within a window in each dimension.
+    """
     first = x.dim() - len(kernel)
     for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=first):
         x = x.unfold(axis, d * (k - 1) + 1, s)

@@ -19,7 +19,8 @@ from lobs.layers.convolution import Conv1dLayer, Conv2dLayer, Conv3dLayer
 from lobs.layers.linear import FlippedLinearLayer, LinearLayer, flipped_linear_class
 from lobs.layers.transposed import ConvTranspose1dLayer, ConvTranspose2dLayer, ConvTranspose3dLayer
 
-_VIEWS: dict[type[nn.Module], type[Layer]] = {
+# Module class → its view as a layer. A new kind of layer is one more entry.
+VIEWS: dict[type[nn.Module], type[Layer]] = {
     nn.Linear: LinearLayer,
     nn.Conv1d: Conv1dLayer,
     nn.Conv2d: Conv2dLayer,
@@ -37,7 +38,7 @@ def as_layer(name: str, module: nn.Module) -> Layer | None:
     An empty name stands for the whole network.
     """
     root, name = name == "", name or "model"
-    for plain, view in _VIEWS.items():
+    for plain, view in VIEWS.items():
         if isinstance(module, plain):
             return view(name, module, root)
     return FlippedLinearLayer(name, module, root) if flipped_linear_class(module) else None
@@ -233,7 +234,7 @@ def _has_known_forward(module: nn.Module) -> bool:
 
 def _known_class(module: nn.Module) -> type:
     """Return the class whose forward pass `lobs` knows and a module inherits."""
-    known = (*_VIEWS, nn.MultiheadAttention)
+    known = (*VIEWS, nn.MultiheadAttention)
     return (
         next((c for c in known if isinstance(module, c)), None)
         or flipped_linear_class(module)

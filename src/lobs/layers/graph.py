@@ -2,15 +2,16 @@
 
 This is the only place that traces. Tracing has three side effects, and each is undone here:
 
-- `torch.fx` patches `nn.Module.__call__` for the whole process. One lock admits one trace at a
-  time, and the original methods come back after any exception, Ctrl-C included.
+- `torch.fx` patches `nn.Module.__call__` and functions of `math` for the whole process. One lock
+  admits one trace at a time. All patches are removed after any exception, Ctrl-C included.
 - `forward` runs on proxies. Attributes and buffers that it assigns are restored.
 - `forward` takes one branch for good. Arguments that the caller does not give are therefore fixed
-  at their defaults, so that `if mask is not None` goes the way it goes in a real call.
+  at their defaults. `if mask is not None` then takes the branch of a real call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx import _symbolic_trace
 
 from lobs.layers.discovery import is_plain_layer
 
@@ -63,7 +65,7 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
     shapes: dict[fx.Node, torch.Size] = {}
     try:
         with _state_restored(model) as changed:
-            with _module_class_restored():
+            with _patches_removed(model):
                 graph = _Tracer(names).trace(model)
             if example is not None:
                 shapes = _shapes(model, graph, arguments(graph, example, device_of(model)))
@@ -79,9 +81,12 @@ def argument_names(batch: Any) -> frozenset[str] | None:
 
 
 def arguments(graph: fx.Graph, batch: Any, device: torch.device) -> dict[fx.Node, Any]:
-    """Return the value of every placeholder for one batch, tensors as copies on `device`.
+    """Return the value of every placeholder for one batch; absent arguments have defaults.
 
-    Arguments that the batch does not give have their defaults.
+    Args:
+        graph: a traced network.
+        batch: a tensor, a tuple whose first item is the input, or a mapping.
+        device: where tensors are copied to.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if isinstance(batch, tuple | list):
@@ -154,19 +159,34 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _module_class_restored() -> Iterator[None]:
-    """Admit one trace at a time, and give `nn.Module` its own methods back afterwards.
+def _patches_removed(model: nn.Module) -> Iterator[None]:
+    """Admit one trace at a time, and remove all patches of `torch.fx` afterwards.
 
-    `torch.fx` restores them too, unless Ctrl-C arrives while it does so.
+    `torch.fx` removes them too, unless Ctrl-C arrives while it does so.
     """
     with _tracing:
-        own = {name: nn.Module.__dict__[name] for name in _PATCHED_BY_FX}
+        methods = {name: nn.Module.__dict__[name] for name in _PATCHED_BY_FX}
+        functions = [(n, {k: f for k, f in n.items() if callable(f)}) for n in _namespaces(model)]
+        patcher = getattr(_symbolic_trace, "CURRENT_PATCHER", None)
         try:
             yield
         finally:
-            for name, method in own.items():
+            for name, method in methods.items():
                 if nn.Module.__dict__[name] is not method:
                     setattr(nn.Module, name, method)
+            for namespace, own in functions:
+                for name, function in own.items():
+                    if getattr(namespace.get(name), "__wrapped__", None) is function:
+                        namespace[name] = function
+            if hasattr(_symbolic_trace, "CURRENT_PATCHER"):
+                _symbolic_trace.CURRENT_PATCHER = patcher
+
+
+def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield the namespaces in which `torch.fx` wraps the functions of `math`."""
+    found = [vars(math)]
+    found += [getattr(module.forward, "__globals__", {}) for module in model.modules()]
+    return iter({id(namespace): namespace for namespace in found}.values())
 
 
 @contextmanager

@@ -51,8 +51,7 @@ def prune(
             first item is the input, or of mappings of keyword arguments. They are read several
             times; a generator is read into a list first.
         target: `Sparsity`, `Budget`, `ErrorBudget`, `NByM`, `Block` or `Structured`.
-        keep: the fraction of weights to keep, in place of a target: 0.1, "10%", or a mapping from
-            layer names or globs to either.
+        keep: the fraction to keep, in place of a target: 0.1, "10%", or a mapping by layer.
         held_out: other inputs, to measure the change of the output on them too.
         inplace: write into `model` itself instead of a copy.
         progress: show progress on anything that takes over two seconds.
@@ -60,8 +59,7 @@ def prune(
             `lobs.pruning.options.PruneOptions`.
 
     Returns:
-        A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`,
-        `.save(path)`, `.report(path)`.
+        A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save()`.
     """
     began = time.perf_counter()
     if not isinstance(inplace, bool):
@@ -191,28 +189,28 @@ def _forecasted(model: nn.Module, data: Batches, asked: Options) -> Forecast:
 def _settings(asked: Options, run: Run, trials: list[Trial], demanded: bool) -> dict[str, Any]:
     """Return what the result says of how it was made."""
     numerics = asked.numerics
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "target": repr(asked.target),
         "solver": repr(asked.solver),
         "inputs": asked.inputs,
     }
     if asked.shared and not trials:
-        said["rounds"] = asked.rounds
+        settings["rounds"] = asked.rounds
     if numerics.damping is not None:
-        said["damping"] = numerics.damping
+        settings["damping"] = numerics.damping
     if numerics.prune_bias:
-        said["biases"] = "may be removed"
+        settings["biases"] = "may be removed"
     if run.norms is not None:
-        said["batch norm"] = str(run.norms)
+        settings["batch norm"] = str(run.norms)
     elif not numerics.batch_norm:
-        said["batch norm"] = "not re-estimated"
+        settings["batch norm"] = "not re-estimated"
     if run.refit is not None:
         if demanded and run.refit.reason:
             caution(f"refit='network': weights were left {run.refit}.")
-        said["refit"] = str(run.refit)
+        settings["refit"] = str(run.refit)
     if trials:
-        said["trials"] = [asdict(trial) for trial in trials]
-    return said
+        settings["trials"] = [asdict(trial) for trial in trials]
+    return settings
 
 
 def _warn_of_zeros(asked: Options, solutions: Mapping[str, Solution], trials: list[Trial]) -> None:

@@ -36,7 +36,7 @@ _ROWS = 2**28  # bytes of the rows that are processed together
 _SLACK = 1.02  # relative error of a forecast of memory
 _MARGIN = 1.01  # factor on the memory that a message recommends
 _CALL = 2e-4  # seconds that a call of a small network takes, whatever it computes
-_KEPT = 0.1  # kept share of a layer that is assumed where the target does not tell
+_KEPT = 0.1  # kept share of a layer that is assumed where the target does not set it
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Options:
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the result, for the run store's fingerprint."""
-        said = {
+        known = {
             "target": self.target,
             "solver": self.solver,
             "inputs": self.inputs,
@@ -153,7 +153,7 @@ class Options:
             "diagnostics": self.execution.diagnostics,
         }
         limit = self.execution.memory_bytes
-        return said if limit is None else {**said, "memory": limit}
+        return known if limit is None else {**known, "memory": limit}
 
 
 def checked(model: nn.Module, target: Target, given: PruneOptions) -> Options:

@@ -1,4 +1,4 @@
-"""One HTML file that shows what pruning did: no network needed to read it, nothing beside it to lose."""
+"""One HTML file that shows what pruning did. It needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -23,10 +23,21 @@ __all__ = ["Run", "read_run", "write_report"]
 class Run:
     """One method's result, as a report shows it.
 
-    `error_before` and `error_after` are the dense and the pruned network's test errors, in the unit
-    that `metric` names. The rest is for pictures, and may be left out: `dense` is the network
-    before (or its state dict), `pruned` the one after (a `PruningResult` has it already), `example`
-    a batch of its inputs. `command` is what made this run, `note` why pictures are missing.
+    Args:
+        label: the method's name on the page.
+        pruning: what `prune` returned, or what was read from a file.
+        error_before: the dense network's test error, in the unit that `metric` names.
+        error_after: the pruned network's test error.
+        metric: name of the error and its unit. Errors in "(%)" are also given as mistakes in 10,000.
+        dense: the network before pruning or its state dict, for pictures.
+        pruned: the network after pruning, if `pruning` does not hold it.
+        example: a batch of inputs, for pictures and for the share of equal answers.
+        command: the command that made this run.
+        note: why pictures are missing.
+        bytes_before: size of the dense network's file; computed from its tensors by default.
+        bytes_after: size of the pruned network's compact file; computed by default.
+        seconds_before: time of one call of the dense network, if it was measured.
+        seconds_after: time of one call of the pruned network.
     """
 
     label: str
@@ -39,6 +50,10 @@ class Run:
     example: Any = None
     command: str = ""
     note: str = ""
+    bytes_before: int | None = None
+    bytes_after: int | None = None
+    seconds_before: float | None = None
+    seconds_after: float | None = None
 
 
 def write_report(
@@ -49,23 +64,24 @@ def write_report(
     command: str,
     seed: int | None = None,
 ) -> Path:
-    """Write a self-contained page about one or more runs, atomically.
+    """Write a self-contained page about one or more runs, and return its path.
+
+    The file is replaced in one step: a run that fails leaves the old page.
 
     Args:
-        path: the file to write; its folder must exist.
-        runs: the first is the main one, the others are what it is compared with.
+        path: the file to write. Its folder must exist.
+        runs: the main run first, then the runs to compare it with.
         title: the page's heading.
-        command: what to type to get these numbers again.
-        seed: shown beside the command, where one was used.
+        command: the command that gives these numbers again.
+        seed: shown beside the command, if one was used.
     """
     if not runs:
-        raise LobsError("a report needs at least one run.")
-    from lobs.report.page import (
-        render,
-    )  # plotly and jinja2 take their time, and only a report needs them
+        raise LobsError(
+            'a report needs at least one run, not an empty list: give [Run("name", result)].'
+        )
+    from lobs.report.page import render  # jinja2 and torch are slow to import
 
-    # Command lines may hold bytes that are not UTF-8; they are shown escaped rather than losing the
-    # page.
+    # A command line may hold bytes that are not UTF-8. They are shown escaped.
     content = render(runs, title=title, command=command, seed=seed).encode(
         "utf-8", errors="backslashreplace"
     )
@@ -75,7 +91,10 @@ def write_report(
 
 
 def read_run(path: str | os.PathLike[str], label: str = "") -> Run:
-    """A run from a file that `PruningResult.save` or `lobs prune --out` wrote; the label is the file's name if none is given."""
+    """Read a run from a file that `PruningResult.save` or `lobs prune --out` wrote.
+
+    The label is the file's name if none is given.
+    """
     from lobs.pruning.result import PruningRecord
     from lobs.storage.checkpoint import load
 

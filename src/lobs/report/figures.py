@@ -1,18 +1,16 @@
-"""Figures as plain plotly dictionaries: layers in rows, runs in colours.
+"""Figures as plain dictionaries: layers in rows, runs in colours. charts.js draws them.
 
-Only what the data decides is said here; fonts, grids and ticks are page.js's, which knows whether
-the page is light or dark. Plotly reads a little HTML in its texts, so what comes from a user is
-escaped on its way in.
+A figure has traces and axes. A trace is a row of bars, a line or a set of marks. Fonts, grids and
+ticks are chosen by charts.js, which knows whether the page is light or dark.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
-from lobs.report.words import number, short_names
+from lobs.report.words import percent, relative, short_names
 
 if TYPE_CHECKING:
     from lobs.pruning.result import LayerResult
@@ -20,22 +18,24 @@ if TYPE_CHECKING:
 
 Figure = dict[str, Any]
 
-# Okabe and Ito's colours without black and yellow, which vanish on one of the two backgrounds.
+# The palette of Okabe and Ito, without black and yellow: each is invisible on one background.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 NEUTRAL = "#8A939C"
-# Plotly's name of a mark, and the same shape as a path of 12 by 12 for the legend; five, so that
-# pairs repeat late.
+# Marks as SVG paths in a square of 12: circle, diamond, square and two triangles. There are fewer
+# marks than colours, so that a pair of both repeats late.
 MARKS = (
-    ("circle", "M6 1a5 5 0 1 0 .01 0z"),
-    ("diamond", "M6 0l6 6-6 6-6-6z"),
-    ("square", "M1 1h10v10H1z"),
-    ("triangle-up", "M6 1l6 10H0z"),
-    ("triangle-down", "M6 11l6-10H0z"),
+    "M6 1a5 5 0 1 0 .01 0z",
+    "M6 0l6 6-6 6-6-6z",
+    "M1 1h10v10H1z",
+    "M6 1l6 10H0z",
+    "M6 11l6-10H0z",
 )
+CROSS = "M2 0L6 4 10 0 12 2 8 6 12 10 10 12 6 8 2 12 0 10 4 6 0 2z"
+_SAME_BOUND = 1.05  # a bound this close to the measured change adds nothing to it
 
 
 def kept(runs: Sequence[Run]) -> Figure:
-    """Bars: percent of weights kept. Where all runs keep the same, one bar says what several would repeat."""
+    """Draw the percentage of weights kept as bars; one bar per layer if all runs keep the same."""
     names = layer_names(runs)
     same = len(
         {tuple((layer.name, layer.kept) for layer in run.pruning.layers) for run in runs}
@@ -45,7 +45,7 @@ def kept(runs: Sequence[Run]) -> Figure:
         _by_layer(run, names, lambda x: 100 * x.kept_fraction, words)
         for run in runs[: 1 if same else None]
     ]
-    data = [_bars(index, *table) for index, table in enumerate(tables)]
+    data = [bars(index, *table) for index, table in enumerate(tables)]
     if same:
         data[0]["marker"]["color"] = NEUTRAL
     x = axis(
@@ -55,10 +55,10 @@ def kept(runs: Sequence[Run]) -> Figure:
 
 
 def relative_errors(runs: Sequence[Run]) -> Figure:
-    """Marks on a logarithmic axis: relative error per layer."""
+    """Draw the relative error per layer in percent, as marks on a logarithmic axis."""
     names = layer_names(runs)
     tables = [
-        _by_layer(run, names, lambda x: x.relative_error, lambda x: number(x.relative_error))
+        _by_layer(run, names, lambda x: 100 * x.relative_error, lambda x: percent(x.relative_error))
         for run in runs
     ]
     data = [
@@ -66,8 +66,10 @@ def relative_errors(runs: Sequence[Run]) -> Figure:
         for i, (values, hover) in enumerate(tables)
     ]
     low, high = _exponents([x for trace in data for x in trace["x"]])
-    x = axis("relative error", type="log", range=[math.floor(low - 0.05), math.ceil(high + 0.05)])
-    # The last trace lies on top: the main run. The figure stands beside `kept`.
+    x = axis(
+        "relative error (%)", type="log", range=[math.floor(low - 0.05), math.ceil(high + 0.05)]
+    )
+    # The last trace is drawn on top: the main run. The figure stands beside `kept`.
     return figure(
         data[::-1],
         kept(runs)["layout"]["height"],
@@ -77,79 +79,100 @@ def relative_errors(runs: Sequence[Run]) -> Figure:
 
 
 def bounds(runs: Sequence[Run]) -> Figure | None:
-    """Bars on a logarithmic axis: what was measured, what is guaranteed; None where nothing is."""
-    tried = any(run.pruning.certificate.held_out is not None for run in runs)
+    """Draw measured changes of the output beside their bounds, as bars on a logarithmic axis.
+
+    Return None if there is no bound, or if every bound equals the measured change. With asymmetric
+    inputs it does, because layer errors are then measured in the pruned network.
+    """
+    certificates = [run.pruning.certificate for run in runs]
+    if not any(_says_something(c.bound, c.measured) for c in certificates):
+        return None
+    tried = any(c.held_out is not None for c in certificates)
     rows = [
         *(["held-out inputs"] if tried else []),
         "measured",
         "spectral bound",
         "Frobenius bound",
     ]
+    shares = all(c.output_norm for c in certificates)
+    unit = 100 if shares else 1
     data = []
     for index, run in enumerate(runs):
-        certificate = run.pruning.certificate
-        known = (
-            certificate.held_out,
-            certificate.measured,
-            certificate.bound,
-            certificate.frobenius_bound,
-        )[-len(rows) :]
-        values = [positive(x) for x in known]
-        text = [number(x) if x else "" for x in values]
-        hover = [shown(f"{run.label}: {x}") for x in text]
+        c = run.pruning.certificate
+        known = (c.held_out, c.measured, c.bound, c.frobenius_bound)[-len(rows) :]
+        values = [positive(c.relative(x) if shares else x) for x in known]
+        text = [relative(x, c) if x is not None and positive(x) else "" for x in known]
+        hover = [f"{run.label}: {word}" for word in text]
         data.append(
-            _bars(index, values, hover)
-            | {"text": text, "textposition": "outside", "cliponaxis": False}
+            bars(index, [None if x is None else unit * x for x in values], hover)
+            | {"text": text, "textposition": "outside"}
         )
     low, high = _exponents([x for trace in data for x in trace["x"]])
-    low = math.floor(low - 0.3)  # a bar of no length would be no bar
-    x = axis(
-        "change of the output", type="log", range=[low, max(high + 0.25 * (high - low), low + 1.2)]
-    )
-    guaranteed = any(run.pruning.certificate.bound is not None for run in runs)
-    return figure(data, height(len(rows), len(runs), 20), x, rows_of(rows)) if guaranteed else None
+    low = math.floor(low - 0.3)  # so that the shortest bar has a length
+    title = "change of the output (% of its norm)" if shares else "change of the output"
+    x = axis(title, type="log", range=[low, max(high + 0.05 * (high - low), low + 1)])
+    return figure(data, height(len(rows), len(runs), 20), x, rows_of(rows))
+
+
+def _says_something(bound: float | None, measured: float | None) -> bool:
+    return bound is not None and not (measured and bound <= _SAME_BOUND * measured)
 
 
 def layer_names(runs: Sequence[Run]) -> list[str]:
-    """Every layer of every run once, in order."""
+    """Return every layer of every run once, in order."""
     return list(dict.fromkeys(layer.name for run in runs for layer in run.pruning.layers))
 
 
 def figure(data: list[dict[str, Any]], height: int, x: dict[str, Any], y: dict[str, Any]) -> Figure:
-    """Traces and axes."""
+    """Put traces and axes together.
+
+    Args:
+        data: the traces.
+        height: in pixels.
+        x: the horizontal axis.
+        y: the vertical axis.
+    """
     return {"data": data, "layout": {"height": height, "bargap": 0.3, "xaxis": x, "yaxis": y}}
 
 
 def axis(title: str, **more: object) -> dict[str, Any]:
-    """An axis with a title."""
+    """Return an axis with a title."""
     return {"title": {"text": title}, **more}
 
 
 def mark(index: int, x: list[float | None], y: list[Any], hover: list[str]) -> dict[str, Any]:
-    """Points in the shape and colour of a run."""
-    style = {
-        "color": COLOURS[index % len(COLOURS)],
-        "symbol": MARKS[index % len(MARKS)][0],
-        "size": 11,
-    }
+    """Return points in the shape and colour of a run.
+
+    Args:
+        index: number of the run.
+        x: horizontal places; None leaves a point out.
+        y: vertical places.
+        hover: the text of each point.
+    """
+    style = {"color": COLOURS[index % len(COLOURS)], "path": MARKS[index % len(MARKS)], "size": 11}
+    return {"mode": "markers", "x": x, "y": y, "hovertext": hover, "marker": style}
+
+
+def bars(index: int, values: Sequence[float | None], hover: Sequence[str]) -> dict[str, Any]:
+    """Return horizontal bars in the colour of a run, one per row.
+
+    Args:
+        index: number of the run.
+        values: lengths of the bars; None leaves one out.
+        hover: the text of each bar.
+    """
     return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": x,
-        "y": y,
-        "hovertext": hover,
-        "marker": style,
+        "type": "bar",
+        "x": list(values),
+        "y": list(range(len(values))),
+        "hovertext": list(hover),
+        "marker": {"color": COLOURS[index % len(COLOURS)]},
     }
 
 
 def positive(value: float | None) -> float | None:
-    """The value if a logarithmic axis can take it."""
+    """Return the value if a logarithmic axis can show it, else None."""
     return value if value is not None and math.isfinite(value) and value > 0 else None
-
-
-def shown(text: str) -> str:
-    """Text that plotly shows as it is; it knows no entities for quotes."""
-    return escape(text, quote=False)
 
 
 def _by_layer(
@@ -158,40 +181,30 @@ def _by_layer(
     value: Callable[[LayerResult], float],
     words: Callable[[LayerResult], str],
 ) -> tuple[list[float | None], list[str]]:
-    """Numbers to draw and words to hover, one per name; nothing where the run has no such layer or the number is not finite."""
+    """Return a number and a text per name; None where the layer or a finite number is missing."""
     layers = {layer.name: layer for layer in run.pruning.layers}
     values = [value(layers[name]) if name in layers else math.nan for name in names]
     hover = [
-        shown(name) + "<br>" + shown(f"{run.label}: {words(layers[name])}")
-        if name in layers
-        else ""
-        for name in names
+        f"{name}\n{run.label}: {words(layers[name])}" if name in layers else "" for name in names
     ]
     return [x if math.isfinite(x) else None for x in values], hover
 
 
-def _bars(index: int, values: Sequence[float | None], hover: Sequence[str]) -> dict[str, Any]:
-    style = {"color": COLOURS[index % len(COLOURS)]}
-    places = list(range(len(values)))
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "x": list(values),
-        "y": places,
-        "hovertext": list(hover),
-        "marker": style,
-    }
-
-
 def rows_of(labels: Sequence[str]) -> dict[str, Any]:
-    """Rows from the top. Their places are numbers, so that two names cut to the same text stay two rows."""
-    ticks = {"tickvals": list(range(len(labels))), "ticktext": [shown(label) for label in labels]}
-    return {**ticks, "range": [len(labels) - 0.5, -0.5], "showgrid": False, "ticklabelstandoff": 6}
+    """Return an axis of rows from the top. Places are numbers, so equal labels stay two rows."""
+    ticks = {"tickvals": list(range(len(labels))), "ticktext": list(labels)}
+    return {**ticks, "range": [len(labels) - 0.5, -0.5], "showgrid": False}
 
 
 def height(rows: int, runs: int, bar: int = 14) -> int:
-    """Pixels for so many rows of bars, with room for their axis."""
-    return 70 + max(rows * (bar * runs + 14), 90)
+    """Return the pixels that rows of bars and their axis take.
+
+    Args:
+        rows: number of rows.
+        runs: bars per row.
+        bar: pixels per bar.
+    """
+    return 52 + max(rows * (bar * runs + 14), 60)
 
 
 def _exponents(values: Sequence[float | None]) -> tuple[float, float]:

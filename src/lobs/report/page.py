@@ -7,10 +7,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
-from lobs.report import figures, panels, pictures, tables, waterfall, whatif, words
+from lobs.report import figures, headline, panels, pictures, tables, waterfall, whatif, words
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -19,7 +17,7 @@ _SIDE_BY_SIDE = 6  # more layers than this are shown one at a time
 
 
 class Panel(NamedTuple):
-    """A figure about one layer, and a line of words under it."""
+    """A figure about one layer or one run, and a line of words under it."""
 
     id: str
     layer: str
@@ -28,8 +26,17 @@ class Panel(NamedTuple):
 
 
 def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -> str:
-    """The whole page as text."""
+    """Return the whole page as text.
+
+    Args:
+        runs: the main run first.
+        title: the page's heading.
+        command: the command that gives these numbers again.
+        seed: shown beside the command, if one was used.
+    """
+    found = [headline.facts(run) for run in runs]
     wide = {
+        "result": headline.chart(found),
         "kept": figures.kept(runs),
         "relative": figures.relative_errors(runs),
         "bounds": figures.bounds(runs),
@@ -40,29 +47,30 @@ def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -
         title=title,
         command=command,
         seed=seed,
-        runs=runs,
+        runs=list(runs),
+        facts=found,
+        columns=tables.headline(found),
+        details=tables.details(runs),
         side_by_side=_SIDE_BY_SIDE,
         histograms=histograms,
         curves=curves,
         ledgers=ledgers,
-        mended={run.pruning.settings.get("inputs") == "asymmetric" for run in runs},
+        corrected={run.pruning.settings.get("inputs") == "asymmetric" for run in runs},
         slider=whatif.slider(runs),
-        absences={run.label: whatif.absence(run) for run in runs if run.pruning.preview is None},
+        absences=_absences(runs, wide["bounds"] is not None),
         pixels=pictures.pixels(runs),
         gallery=pictures.gallery(runs),
         figures={name: figure for name, figure in wide.items() if figure}
         | {p.id: p.figure for p in histograms + curves + ledgers},
         styles=[
-            (figures.COLOURS[i % len(figures.COLOURS)], figures.MARKS[i % len(figures.MARKS)][1])
+            (figures.COLOURS[i % len(figures.COLOURS)], figures.MARKS[i % len(figures.MARKS)])
             for i in range(len(runs))
         ],
-        refusals=_refusals(runs),
-        plotly=Markup(get_plotlyjs()),
     )
 
 
 def _histograms(run: Run) -> list[Panel]:
-    """The main run's alone: sensitivities describe the layers before anything is removed."""
+    """Return the main run's histograms only: sensitivities describe the dense layers."""
     drawn = [(i, x, panels.sensitivity(x.sensitivity)) for i, x in enumerate(run.pruning.layers)]
     return [
         Panel(f"sensitivity-{i}", x.name, figure, panels.sensitivity_note(x.sensitivity))
@@ -84,15 +92,28 @@ def _ledgers(runs: Sequence[Run]) -> list[Panel]:
     return [Panel(f"ledger-{i}", run.label, figure) for i, run, figure in drawn if figure]
 
 
-def _refusals(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs without a bound by the reason for it: usually the network's shape, and then the same for all."""
-    found: dict[str, list[Run]] = {}
+def _absences(runs: Sequence[Run], bounds: bool) -> list[tuple[str, str]]:
+    """Return what the page does not show, and why, so that no panel stays empty."""
+    found: dict[tuple[str, str], list[str]] = {}
     for run in runs:
-        if run.pruning.certificate.bound is None:
-            found.setdefault(run.pruning.certificate.reason or "no reason was recorded", []).append(
-                run
+        certificate = run.pruning.certificate
+        if run.note:
+            found.setdefault(("Pictures", run.note.rstrip(".")), []).append(run.label)
+        if run.pruning.preview is None:
+            found.setdefault(("Slider", whatif.absence(run)), []).append(run.label)
+        if certificate.bound is None:
+            why = certificate.reason or "no reason was recorded"
+            found.setdefault(("Bound", why), []).append(run.label)
+        elif not bounds:
+            why = (
+                "with asymmetric inputs layer errors are measured in the pruned network, so the "
+                "bound equals the measured change"
             )
-    return found
+            found.setdefault(("Chart of the bound", why), []).append(run.label)
+    return [
+        (name if len(labels) == len(runs) else f"{name} ({', '.join(labels)})", why)
+        for (name, why), labels in found.items()
+    ]
 
 
 def _templates() -> Environment:
@@ -102,8 +123,7 @@ def _templates() -> Environment:
     templates = Environment(
         autoescape=True, loader=loader, undefined=StrictUndefined, trim_blocks=True
     )
-    # Were a number that is not JSON to slip through, better an error here than a blank page at the
-    # reader's.
+    # A number that JSON cannot hold raises here; otherwise the reader would see a blank page.
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     templates.filters |= {
         "number": words.number,

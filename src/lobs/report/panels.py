@@ -1,4 +1,4 @@
-"""Figures about one layer each: how sensitive its weights are, and the error at every count with the cut marked."""
+"""Figures about one layer each: the sensitivity of its weights, and its error at every count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lobs.pruning.preview import BudgetPreview
 from lobs.pruning.result import PruningResult
-from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive, shown
+from lobs.report.figures import COLOURS, Figure, axis, figure, mark, positive
 from lobs.report.words import number, percent
 from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
@@ -24,19 +24,18 @@ HEIGHT = 270
 
 
 def sensitivity(histogram: Histogram | None) -> Figure | None:
-    """Steps: percent of a layer's weights by their sensitivity, on a logarithmic axis."""
+    """Draw a histogram of a layer's sensitivities, on a logarithmic axis."""
     if histogram is None or not histogram.counts:
         return None
     total = sum(histogram.counts) + histogram.zeros
     ends = [10**edge for edge in histogram.edges]
     spans = zip(ends, ends[1:], histogram.counts, strict=False)
     steps = {
-        "type": "scatter",
         "mode": "lines",
         "x": ends,
         "y": [*(round(100 * count / total, 3) for count in histogram.counts), 0.0],
         "hovertext": [
-            f"{number(a, 2)} to {number(b, 2)}<br>{count:,} weights" for a, b, count in spans
+            f"{number(a, 2)} to {number(b, 2)}\n{count:,} weights" for a, b, count in spans
         ],
         "fill": "tozeroy",
         "line": {"color": COLOURS[0], "width": 1.5, "shape": "hv"},
@@ -46,7 +45,7 @@ def sensitivity(histogram: Histogram | None) -> Figure | None:
 
 
 def sensitivity_note(histogram: Histogram, share: float = 0.9) -> str:
-    """In words: below which sensitivity most weights lie, and how many have none at all."""
+    """Say below which sensitivity most weights lie, and how many weights have none."""
     total = sum(histogram.counts) + histogram.zeros
     reached = zip(
         histogram.edges, accumulate(histogram.counts, initial=histogram.zeros), strict=True
@@ -61,7 +60,10 @@ def sensitivity_note(histogram: Histogram, share: float = 0.9) -> str:
 
 
 def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
-    """Lines: relative error against percent removed, by the solver or else by the budget preview; marks: where each run stopped."""
+    """Draw relative error against weights removed, and mark where each run stopped.
+
+    The line comes from the solver, or else from the budget preview.
+    """
     lines: list[dict[str, Any]] = []
     cuts: list[dict[str, Any]] = []
     for index, run in enumerate(runs):
@@ -73,7 +75,7 @@ def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
             lines.append(_line(index, solution, solution.curve))
         elif run.pruning.preview is not None and name in run.pruning.preview.totals:
             lines.append(_forecast(index, run.pruning.preview, name))
-            solution = None  # what the line forecasts is the layer's own error, as its row has it
+            solution = None  # the line forecasts the error that the layer's result holds
         if solution is not None:
             cuts.append(
                 _cut(index, run.label, solution.removed, solution.prunable, solution.relative_error)
@@ -84,21 +86,25 @@ def error_curve(name: str, runs: Sequence[Run]) -> Figure | None:
             )
     if not lines:
         return None
-    y = axis("relative error", type="log", range=_range(lines, cuts))
+    y = axis("relative error (%)", type="log", range=_range(lines, cuts))
     return figure(lines + cuts[::-1], HEIGHT, axis("weights removed (%)", range=[-2, 102]), y)
 
 
 def thin(curve: Tensor, cut: int, points: int = 400) -> list[int]:
-    """Counts at which to draw a curve: evenly along the line as it is drawn, logarithm upwards, ends and cut included.
+    """Return the counts at which to draw a curve, with both ends and the cut.
 
-    Even steps in the count alone would jump over the steep ends, where a few weights change the
-    error by decades.
+    They are evenly spaced along the line as it is drawn, with a logarithmic vertical axis. Even
+    steps in the count would skip the steep ends, where few weights change the error by decades.
+
+    Args:
+        curve: E after every deletion.
+        cut: the count at which pruning stopped.
+        points: largest number of counts.
     """
     values = torch.nan_to_num(curve.detach().cpu().to(torch.float64))
     if len(values) <= points:
         return list(range(len(values)))
-    # Ten decades of E below the top are five of the relative error; what lies deeper is rounding
-    # noise.
+    # Ten decades of E are five of the relative error. Values below are rounding noise.
     climb = values.clamp_min(max(float(values.max()) * 1e-10, 1e-300)).log10().diff().abs()
     along = (climb / climb.sum().clamp_min(1e-300) + 1 / len(climb)).cumsum(0)
     marks = (
@@ -113,7 +119,7 @@ def thin(curve: Tensor, cut: int, points: int = 400) -> list[int]:
 def _line(index: int, solution: Solution, curve: Tensor) -> dict[str, Any]:
     counts = thin(curve, solution.removed)
     errors = [math.sqrt(max(error, 0.0) / solution.energy) for error in curve[counts].tolist()]
-    # More digits than a screen shows only make the file large.
+    # More digits than a screen shows would only make the file larger.
     return _drawn(index, counts, [float(f"{error:.5g}") for error in errors], solution.prunable)
 
 
@@ -128,20 +134,25 @@ def _drawn(
 ) -> dict[str, Any]:
     removed = [round(_removed(count, total), 3) for count in counts]
     return {
-        "type": "scatter",
         "mode": "lines",
         "x": removed,
-        "y": [positive(error) for error in errors],
+        "y": [_percent(error) for error in errors],
         "hovertext": [
-            f"{x:g} % removed<br>{number(error)}" for x, error in zip(removed, errors, strict=True)
+            f"{x:g} % removed\nrelative error {percent(error)}"
+            for x, error in zip(removed, errors, strict=True)
         ],
         "line": {"color": COLOURS[index % len(COLOURS)], "width": 2, "dash": dash},
     }
 
 
 def _cut(index: int, label: str, removed: int, total: int, error: float) -> dict[str, Any]:
-    hover = f"{shown(label)}<br>{removed:,} of {total:,} removed<br>relative error {number(error)}"
-    return mark(index, [_removed(removed, total)], [positive(error)], [hover])
+    hover = f"{label}\n{removed:,} of {total:,} removed\nrelative error {percent(error)}"
+    return mark(index, [_removed(removed, total)], [_percent(error)], [hover])
+
+
+def _percent(error: float) -> float | None:
+    known = positive(error)
+    return None if known is None else 100 * known
 
 
 def _removed(count: int, total: int) -> float:
@@ -149,8 +160,8 @@ def _removed(count: int, total: int) -> float:
 
 
 def _range(lines: Sequence[dict[str, Any]], cuts: Sequence[dict[str, Any]]) -> list[float]:
-    """From a hundredth of a percent, or from well below the lowest cut if that is lower, to the highest point."""
+    """Return the range from 0.01 %, or a tenth of the lowest cut if that is less, to the top."""
     dots = [y for trace in cuts for y in trace["y"] if y]
-    values = dots + [y for trace in lines for y in trace["y"] if y] or [0.1, 1.0]
-    low = max(min(values), min([1e-4, *(dot / 10 for dot in dots)]))
+    values = dots + [y for trace in lines for y in trace["y"] if y] or [10.0, 100.0]
+    low = max(min(values), min([1e-2, *(dot / 10 for dot in dots)]))
     return [math.log10(low) - 0.1, math.log10(max(values)) + 0.25]

@@ -1,4 +1,4 @@
-"""Pictures of weights: which pixels of an image the first layer still reads, and filters before and after."""
+"""Pictures of weights: pixels that the first layer still reads, and filters before and after."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from lobs.calibration.forward import call, evaluating
 from lobs.errors import LobsError
 from lobs.layers import Handle, Layer, find_layers
-from lobs.report.figures import shown
 
 if TYPE_CHECKING:
     from lobs.pruning.result import LayerResult
     from lobs.report import Run
 
-LARGEST = 112  # larger pictures are averaged down to this
+LARGEST = 112  # pixels of a side; larger pictures are averaged down
 _TILES, _CHANNELS = 192, 12
 _REMOVED = -128
 
 
 class _ReachedError(LobsError):
-    """The first layer has been called: nothing after it matters."""
+    """Stop a forward pass at the first layer."""
 
 
 def pixels_read(model: nn.Module, example: Tensor) -> Tensor | None:
-    """By pixel, the share of the first layer's uses of it that still have a weight; NaN where it never had any.
+    """Return, for every pixel, the share of the first layer's weights on it that are left.
 
-    None where the inputs are not pictures. The layer's inputs are followed back to the image by
-    differentiating, so that any flattening, padding or normalising in between is seen through.
+    It is NaN where the layer has no weight on a pixel, and None where the inputs are no pictures.
+    Pixels are found by differentiating, so flattening, padding or scaling in between do not matter.
     """
     if not is_picture(example):
         return None
@@ -51,7 +50,7 @@ def pixels_read(model: nn.Module, example: Tensor) -> Tensor | None:
 
 
 def is_picture(example: Any) -> bool:
-    """A batch of images: one to four channels, and large enough to look at."""
+    """Return whether this is a batch of images: one to four channels, and four pixels or more."""
     if (
         not isinstance(example, Tensor)
         or example.dim() != 4
@@ -63,7 +62,7 @@ def is_picture(example: Any) -> bool:
 
 
 def _first(model: nn.Module, image: Tensor) -> tuple[Layer, Tensor] | None:
-    """The layer that runs first, and its input."""
+    """Return the layer that runs first, and its input."""
     found: list[tuple[Layer, Tensor]] = []
     handles: list[Handle] = []
 
@@ -76,7 +75,7 @@ def _first(model: nn.Module, image: Tensor) -> tuple[Layer, Tensor] | None:
 
     try:
         for layer in find_layers(model):
-            handles.append(watch(layer))  # noqa: PERF401 - if one fails, those before it must still come off
+            handles.append(watch(layer))  # noqa: PERF401 - if one fails, the earlier hooks are removed
         call(model, image)
     except _ReachedError:
         pass
@@ -93,7 +92,7 @@ def _reads(layer: Layer, x: Tensor, image: Tensor, counts: Tensor) -> Tensor | N
 
 
 def pixels(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """What the page draws: the mean input, and for every run whose network is at hand what is read of it."""
+    """Return the mean input and, for every run with a network, the pixels that are still read."""
     drawn: list[dict[str, Any]] = []
     mean: Tensor | None = None
     for run in runs:
@@ -122,7 +121,7 @@ def _picture(run: Run, share: Tensor) -> dict[str, Any]:
     read = int((share > 0).sum())
     words = f"{read:,} of {int(reachable.sum()):,} pixels are still read"
     small = _shrunk(share.nan_to_num(0.0))
-    # A pixel that is read at all must not round to one that is not.
+    # A pixel that is still read must not round to zero.
     levels = torch.where(small > 0, (255 * small).clamp(1, 255), torch.zeros_like(small))
     return {"label": run.label, "read": read, "words": words, "share": _bytes(levels)}
 
@@ -135,7 +134,7 @@ def _shrunk(picture: Tensor) -> Tensor:
 
 
 def gallery(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Filters of every convolution with a kernel to look at: the dense ones first, then each run's."""
+    """Return the filters of every convolution larger than 1×1: dense ones, then each run's."""
     states = [(run.label, weights(pruned_network(run))) for run in runs]
     dense = next((weights(run.dense) for run in runs if run.dense is not None), None)
     sheets = [("dense", dense), *states] if dense is not None else states
@@ -169,7 +168,7 @@ def _sheets(
         "kernel": list(layer.shape[2:]),
         "scale": float(f"{scale:.4g}"),
         "note": _shown_part(layer, filters, channels),
-        "sheets": [{"label": shown(label), "bits": _signed(t / scale)} for label, t in parts],
+        "sheets": [{"label": label, "bits": _signed(t / scale)} for label, t in parts],
     }
 
 
@@ -182,12 +181,12 @@ def _shown_part(layer: LayerResult, filters: int, channels: int) -> str:
 
 
 def pruned_network(run: Run) -> nn.Module | Mapping[str, Tensor] | None:
-    """The network after, or its state dict; a `PruningResult` carries it."""
+    """Return the pruned network or its state dict. A `PruningResult` carries it."""
     return run.pruned if run.pruned is not None else getattr(run.pruning, "model", None)
 
 
 def weights(network: nn.Module | Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
-    """A network's tensors by name."""
+    """Return a network's tensors by name."""
     return network.state_dict() if isinstance(network, nn.Module) else network
 
 

@@ -1,4 +1,4 @@
-"""The headline, the settings and the environment, as rows of text."""
+"""Tables of the page as rows of text: headline, details, settings and environment."""
 
 from __future__ import annotations
 
@@ -11,59 +11,74 @@ import numpy
 import torch
 
 from lobs import __version__
-from lobs.report.words import fixed, number, percent
+from lobs.report.words import fixed, number, percent, relative, size
 
 if TYPE_CHECKING:
     from lobs.pruning.result import LayerResult
     from lobs.report import Run
+    from lobs.report.headline import Facts
 
 
 class Column(NamedTuple):
-    """A heading, the numbers that are compared (lower is better), and how they read; one per run."""
+    """A heading, the numbers to compare (lower is better) and their texts, one per run."""
 
     heading: str
     values: list[float | None]
     texts: list[str]
 
     def best(self, index: int) -> bool:
-        """Is this run's number the lowest? Not where all are alike."""
+        """Return whether this run's number is the lowest; False where all are equal."""
         known = {value for value in self.values if value is not None and math.isfinite(value)}
         return len(known) > 1 and self.values[index] == min(known)
 
 
 def differ(runs: Sequence[Run]) -> bool:
-    """Whether the runs are of networks with different layers, which a side-by-side table would hide."""
+    """Return whether the runs are of networks with different layers."""
     return len({tuple((row.name, row.shape) for row in run.pruning.layers) for run in runs}) > 1
 
 
-def headline(runs: Sequence[Run]) -> list[Column]:
-    """What to compare runs by."""
+def headline(found: Sequence[Facts]) -> list[Column]:
+    """Return the first table's columns: weights, file, error and change."""
+    runs = [one.run for one in found]
     results = [run.pruning for run in runs]
     kept = [f"{x.kept:,} ({percent(x.kept_fraction)})" for x in results]
-    measured, bound = (
-        [x.certificate.measured for x in results],
-        [x.certificate.bound for x in results],
-    )
-    held_out = [x.certificate.held_out for x in results]
-    errors = [x.error for x in results]
-    tested = any(run.error_before is not None or run.error_after is not None for run in runs)
-    return [
-        Column("weights kept", [x.kept_fraction for x in results], kept),
-        *([_tests(runs)] if tested else []),
-        Column("layer error Σ E", [*errors], [number(x) for x in errors]),
-        Column("measured change", measured, [number(x) for x in measured]),
-        *(
-            [Column("on held-out inputs", held_out, [number(x) for x in held_out])]
-            if any(x is not None for x in held_out)
-            else []
-        ),
-        Column("guaranteed bound", bound, [number(x) for x in bound]),
-        Column("seconds", [x.seconds for x in results], [fixed(x.seconds) for x in results]),
+    columns = [Column("weights kept", [x.kept_fraction for x in results], kept)]
+    if any(one.bytes_after is not None for one in found):
+        files = [
+            f"{size(one.bytes_before)} → {size(one.bytes_after)}"
+            if one.bytes_before is not None and one.bytes_after is not None
+            else "–"
+            for one in found
+        ]
+        columns.append(Column("file", [one.bytes_after for one in found], files))
+    if any(run.error_before is not None or run.error_after is not None for run in runs):
+        columns.append(_tests(runs))
+    mistakes = [None if x.mistakes is None else float(x.mistakes) for x in found]
+    columns.append(Column("change", mistakes, [one.change() for one in found]))
+    return columns
+
+
+def details(runs: Sequence[Run]) -> list[Column]:
+    """Return the columns of the second table: errors, changes of the output, bound and seconds."""
+    results = [run.pruning for run in runs]
+    found = [x.certificate for x in results]
+    columns = [
+        Column("layer error Σ E", [x.error for x in results], [number(x.error) for x in results])
     ]
+    for heading, values in (
+        ("output change", [c.measured for c in found]),
+        ("on held-out inputs", [c.held_out for c in found]),
+        ("guaranteed bound", [c.bound for c in found]),
+    ):
+        if any(value is not None for value in values):
+            texts = [relative(value, c) for value, c in zip(values, found, strict=True)]
+            columns.append(Column(heading, values, texts))
+    seconds = [x.seconds for x in results]
+    return [*columns, Column("seconds", [*seconds], [fixed(x) for x in seconds])]
 
 
 def _tests(runs: Sequence[Run]) -> Column:
-    """Test errors. Runs that measure different things say what, and are not compared."""
+    """Return the test errors. Runs with different metrics name them and are not compared."""
     texts = [f"{fixed(run.error_before)} → {fixed(run.error_after)}" for run in runs]
     if len({run.metric for run in runs}) == 1:
         return Column(runs[0].metric, [run.error_after for run in runs], texts)
@@ -75,14 +90,17 @@ def _tests(runs: Sequence[Run]) -> Column:
 
 
 def side_by_side(runs: Sequence[Run]) -> dict[str, list[LayerResult | None]]:
-    """Every layer with each run's line about it, if it has one."""
+    """Return, for every layer, each run's result, or None if the run has no such layer."""
     rows = [{layer.name: layer for layer in run.pruning.layers} for run in runs]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Every setting by name: one value where all runs agree, else one a run. Trials have a table of their own."""
+    """Return every setting by name: one value if all runs agree, else one per run.
+
+    The trials of a drop search are left out; they have another table.
+    """
     names = dict.fromkeys(
         key for run in runs for key in run.pruning.settings if not (key == "trials" and trials(run))
     )
@@ -91,7 +109,7 @@ def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def trials(run: Run) -> list[list[str]]:
-    """What the search for a largest drop has tried: weights kept, their share, score and drop."""
+    """Return the trials of a drop search: weights kept, their share, score and drop."""
     found = run.pruning.settings.get("trials")
     total = max(1, run.pruning.total)
     try:
@@ -104,12 +122,12 @@ def trials(run: Run) -> list[list[str]]:
             ]
             for t in (found if isinstance(found, list) else [])
         ]
-    except (KeyError, TypeError, ValueError, OverflowError):  # a file may say anything
+    except (KeyError, TypeError, ValueError, OverflowError):  # a file may hold anything
         return []
 
 
 def environment() -> dict[str, str]:
-    """What the numbers may depend on, and nothing that tells whose machine it was."""
+    """Return the versions that the numbers depend on, and nothing about whose machine it was."""
     return {
         "lobs": __version__,
         "torch": str(torch.__version__),

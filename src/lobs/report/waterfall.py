@@ -1,7 +1,7 @@
-"""The error ledger as a waterfall: what each layer adds to the deviation, what it mends, and what is left at the end.
+"""The error as a waterfall: what each layer adds to the deviation, and what it corrects.
 
-Where layers were pruned on their own inputs, the steps are the terms of the proved bound and end in
-it. With asymmetric inputs every layer's whole deviation was measured, relative to its output; the
+For layers pruned on their own inputs, the steps are the terms of the bound and add up to it. With
+asymmetric inputs the deviation after every layer was measured, relative to the layer's output. The
 steps are then its rises and falls from layer to layer.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from lobs.report.figures import NEUTRAL, Figure, axis, figure, height, positive, rows_of, shown
-from lobs.report.words import number, short_names
+from lobs.report.figures import NEUTRAL, Figure, axis, figure, height, positive, rows_of
+from lobs.report.words import number, percent, short_names
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -19,7 +19,7 @@ RISES, FALLS = "#D55E00", "#009E73"
 
 
 class Step(NamedTuple):
-    """One bar: its name, where it begins and ends, and whether it is a step or a level."""
+    """One bar: its name, its two ends, and whether it is a total rather than a step."""
 
     name: str
     start: float
@@ -28,18 +28,20 @@ class Step(NamedTuple):
 
 
 def waterfall(run: Run, most: int = 14) -> Figure | None:
-    """A run's ledger; None where nothing can be added up."""
-    steps = ledger(run)
+    """Draw where a run's error comes from, or return None with fewer than two layers."""
+    steps, unit = ledger(run), run.pruning.certificate.output_norm
     if steps is None and run.pruning.settings.get("inputs") == "asymmetric":
-        steps = deviations(run)
-        title = "deviation, relative to the layer's output"
+        steps, unit = deviations(run), 1.0
+        title = "deviation (% of the layer's output)"
     else:
-        title = "change of the output"
-    return None if not steps else _drawn(_largest(steps, most), title)
+        title = "change of the output (% of its norm)" if unit else "change of the output"
+    if not steps or sum(not step.level for step in steps) < 2:
+        return None
+    return _drawn(_largest(steps, most), title, unit)
 
 
 def ledger(run: Run) -> list[Step] | None:
-    """The terms of the spectral bound, one on another, the bound itself, and what was measured."""
+    """Return the terms of the spectral bound, their sum, and the measured change."""
     certificate = run.pruning.certificate
     if not positive(certificate.bound) or run.pruning.settings.get("inputs") == "asymmetric":
         return None
@@ -54,17 +56,17 @@ def ledger(run: Run) -> list[Step] | None:
 
 
 def deviations(run: Run) -> list[Step] | None:
-    """How far each layer's output is off, as rises and falls, and where that ends."""
+    """Return the rises and falls of the deviation from layer to layer, and the last deviation."""
     steps, now = [], 0.0
     for layer in run.pruning.layers:
         if positive(layer.relative_error):
             steps.append(Step(layer.name, now, layer.relative_error))
             now = layer.relative_error
-    return [*steps, Step("left at the last layer", 0.0, now, True)] if steps else None
+    return [*steps, Step("at the last layer", 0.0, now, True)] if steps else None
 
 
 def _largest(steps: list[Step], most: int) -> list[Step]:
-    """The steps that matter; runs of small ones between them become one, so that the sum still adds up."""
+    """Keep the largest steps, and join the small ones between them, so that the sum is the same."""
     moves = sorted((abs(step.stop - step.start) for step in steps if not step.level), reverse=True)
     if len(moves) <= most:
         return steps
@@ -86,26 +88,29 @@ def _joined(held: list[Step]) -> list[Step]:
     return [Step(f"{len(held)} layers between", held[0].start, held[-1].stop)]
 
 
-def _drawn(steps: list[Step], title: str) -> Figure:
-    labels = short_names([step.name for step in steps])
+def _drawn(steps: list[Step], title: str, unit: float | None) -> Figure:
+    """Draw steps in percent of `unit`, or as they are where it is not known."""
+    scale = 100 / unit if unit else 1.0
+    text = [_words(step, unit) for step in steps]
     bars = {
         "type": "bar",
-        "orientation": "h",
-        "base": [min(step.start, step.stop) for step in steps],
-        "x": [abs(step.stop - step.start) for step in steps],
+        "base": [scale * min(step.start, step.stop) for step in steps],
+        "x": [scale * abs(step.stop - step.start) for step in steps],
         "y": list(range(len(steps))),
-        "hovertext": [shown(step.name) + "<br>" + _words(step) for step in steps],
-        "text": [_words(step) for step in steps],
-        "textposition": "none",
+        "hovertext": [f"{step.name}\n{word}" for step, word in zip(steps, text, strict=True)],
         "marker": {
             "color": [NEUTRAL if s.level else RISES if s.stop >= s.start else FALLS for s in steps]
         },
     }
+    labels = short_names([step.name for step in steps])
     return figure([bars], height(len(steps), 1), axis(title, rangemode="tozero"), rows_of(labels))
 
 
-def _words(step: Step) -> str:
+def _words(step: Step, unit: float | None) -> str:
+    def write(value: float) -> str:
+        return percent(value / unit) if unit else number(value)
+
     if step.level:
-        return number(step.stop)
+        return write(step.stop)
     change = step.stop - step.start
-    return f"{'+' if change >= 0 else '−'}{number(abs(change))}, then {number(step.stop)}"
+    return f"{'+' if change >= 0 else '−'}{write(abs(change))}, then {write(step.stop)}"

@@ -206,7 +206,7 @@ def _weighted(problem: Problem, found: Solution) -> float:
 
 
 def _replaceable(problem: Problem, count: int) -> bool:
-    """Tell whether others nearly replace many of the layer's columns."""
+    """Return whether others nearly replace many of the layer's columns."""
     if not problem.weight.numel() or problem.weight.shape[-1] > POLICY.widest_checked:
         return False
     dependent = first_independence(problem, count) < POLICY.dependent
@@ -214,7 +214,7 @@ def _replaceable(problem: Problem, count: int) -> bool:
 
 
 def _affordable(problem: Problem) -> bool:
-    """Tell whether there is time and memory for the greedy where another start may be poor."""
+    """Return whether there is time and memory for the greedy where another start may be poor."""
     greedy, shape = GreedyOBS(), problem.shape
     most = min(POLICY.rescue_seconds, POLICY.rescue_time * _rival_seconds(problem))
     room = problem.context.affords(greedy.search_bytes(shape))

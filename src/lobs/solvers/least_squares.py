@@ -96,7 +96,7 @@ def approach_least_squares(
 
 
 def single_precision(metric: Metric, weight: Tensor) -> bool:
-    """Tell whether the search for a support may run in float32."""
+    """Return whether the search for a support may run in float32."""
     return weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lobs.solvers import kernels, linalg
-from lobs.solvers.kernels.rows import apart, by_rows, listed, restrict
+from lobs.solvers.kernels.rows import by_rows, listed, pad_with_identity, restrict
 from lobs.solvers.least_squares import (
     approach_least_squares,
     stacked,
@@ -259,5 +259,5 @@ def _lines(gram: Tensor, linear: Tensor, index: Tensor, real: Tensor, pool: Tens
     last = pool[:, :1]  # reserves the line of c_F
     lines = restrict(gram, torch.cat([index, pool, last], dim=1), index)
     lines[:, -1] = linear.gather(1, index)
-    apart(lines, real)
+    pad_with_identity(lines, real)
     return lines

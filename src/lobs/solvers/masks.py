@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lobs.errors import SolverError, TargetError
 from lobs.solvers.problem import Problem
-from lobs.targets import Budget, ErrorBudget, NByM, Sparsity, Target
+from lobs.targets import Budget, ErrorBudget, Sparsity, Target
 
 
 def removal_order(scores: Tensor, protected: int = 0) -> Tensor:
@@ -81,18 +80,3 @@ def joined(masks: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str,
     """Return the union of two sets of named masks; a weight that either removes is removed."""
     both = {name: masks[name] & more[name] for name in masks.keys() & more.keys()}
     return {**masks, **more, **both}
-
-
-def broken_groups(weight: Tensor, target: NByM) -> int:
-    """Count the groups of an n:m pattern with more than n non-zeros.
-
-    `weight` has its rows first and the kernel positions of a convolution last.
-    """
-    rows = weight.detach().reshape(len(weight), -1)
-    positions = math.prod(weight.shape[2:])
-    group = torch.tensor(target.groups(rows.shape[1], positions), device=rows.device)
-    sizes = group.bincount()
-    kept = torch.zeros(len(rows), len(sizes), dtype=torch.int64, device=rows.device)
-    kept.index_add_(1, group, (rows != 0).long())
-    most = torch.tensor([n - target.quota(n) for n in sizes.tolist()], device=rows.device)
-    return int((kept > most).sum())

@@ -77,7 +77,8 @@ def obs(weight: Tensor, metric: Metric) -> Tensor:
 class Histogram:
     """Count the weights whose sensitivity falls into each step of log₁₀.
 
-    `edges` are the steps' limits. `zeros` counts the weights of sensitivity 0, which have no logarithm.
+    `edges` are the steps' limits. `zeros` counts the weights of sensitivity 0: they have no
+    logarithm.
     """
 
     edges: tuple[float, ...]

@@ -9,7 +9,7 @@ _PICKLE = 0x80  # the first byte of every pickle of protocol 2 or later
 
 
 def describe(source: Path, error: Exception) -> str:
-    """Name a file's format by its first bytes, with the remedy. `error` is what the reader said."""
+    """Name a file's format by its first bytes, with the remedy. `error` is the reader's own."""
     try:
         with source.open("rb") as file:
             head = file.read(60)

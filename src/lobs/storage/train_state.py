@@ -47,7 +47,7 @@ class TrainingState:
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """Write the state, atomically. `load` demands the same `settings`."""
+        """Write the state, atomically. `load` needs the same `settings`."""
         tensors = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         tensors |= {f"extra.{name}": t for name, t in self.extra.items()}
         tensors |= {

@@ -10,7 +10,7 @@ from tests.conftest import make_moment
 
 
 def batch(rows, m, kept, seed=0):
-    """Small least-squares problems with unit diagonals, their linear terms, dense weights and a support each."""
+    """Small least-squares problems: Gram matrices, linear terms, weights and supports."""
     generator = torch.Generator().manual_seed(seed)
     moments = torch.stack([make_moment(m, seed=seed + r) for r in range(rows)])
     scale = moments.diagonal(dim1=1, dim2=2).sqrt()

@@ -1,11 +1,11 @@
-"""Sparse layers compiled for CPUs with numba: exact up to the order of float32 sums, for finite inputs.
+"""Sparse layers compiled for CPUs with numba.
 
-Matrices are rows of (column, value); all that indexes is uint32, which spares a test for negative
-indices in every step. One input is a gather per weight. Many inputs are turned to [features, batch]
-first, so that the loop over the batch is contiguous and vectorises; a chain of layers stays in that
-form until its end. A convolution is the same with planes of pixels in the place of the batch: a
-weight stands for a plane, shifted, times a number. With strides, planes are first split by phase,
-so that shifts stay contiguous.
+Results are exact up to the order of float32 sums, for finite inputs. Matrices are rows of (column,
+value). All indices are uint32, which saves a test for negative indices in every step. With one
+input, each weight is one gather. Many inputs are first transposed to [features, batch], so that the
+loop over the batch is contiguous and vectorises. A chain of layers keeps that layout to its end. A
+convolution has planes of pixels in place of the batch: each weight adds a shifted plane times a
+number. With strides, planes are first split by phase, so that shifts stay contiguous.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _1, _2, _3, _4, _SHORT = (np.uint32(n) for n in (1, 2, 3, 4, 48))
 
 
 def _compile(function: Callable[..., Any]) -> Any:
-    """Compile without the GIL and keep the result on disk; where nothing can be kept, compile anew in every process."""
-    # Fused multiply-adds are welcome, assuming away NaN and infinity is not; the order of sums is
-    # written out below.
+    """Compile a kernel that releases the GIL, and cache its machine code on disk.
+
+    Where no folder is writable, every process compiles it again.
+    """
+    # Multiply-adds may be fused. NaN and infinity must be handled. The order of sums is explicit.
     options: dict[str, Any] = {
         "nogil": True,
         "error_model": "numpy",
@@ -32,13 +34,13 @@ def _compile(function: Callable[..., Any]) -> Any:
     }
     try:
         return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # numba's word for "no folder to write to"
+    except RuntimeError:  # numba raises it where no cache folder is writable
         return numba.njit(**options)(function)
 
 
 @_compile
 def chain_of_one(x, starts, columns, values, bias, widths, relu, out):
-    """A chain of sparse layers on one input: x [features] to out [units]."""
+    """Run a chain of sparse layers on one input: x [features] to out [units]."""
     layers = len(relu)
     here, row = x, 0
     for layer in range(layers):
@@ -64,7 +66,7 @@ def _gather(x, starts, columns, values, bias, relu, out):
     for unit in range(len(out)):
         stop = starts[unit + 1]
         a = bias[unit]
-        if stop - start < _SHORT:  # neighbouring rows overlap by themselves
+        if stop - start < _SHORT:  # the processor overlaps neighbouring rows
             for j in range(start, stop):
                 a += values[j] * x[columns[j]]
         else:
@@ -85,7 +87,10 @@ def _gather(x, starts, columns, values, bias, relu, out):
 
 @_compile
 def chain_of_many(x, starts, columns, values, bias, widths, relu, out):
-    """A chain of sparse layers on a batch: x [batch, features] to out [batch, units], a tile of the batch at a time."""
+    """Run a chain of sparse layers on a batch: x [batch, features] to out [batch, units].
+
+    The batch is worked on in tiles.
+    """
     layers, widest = len(relu), widths.max()
     tile = min(len(x), _TILE)
     one, two = np.empty((widest, tile), np.float32), np.empty((widest, tile), np.float32)
@@ -140,10 +145,10 @@ def _add_rows(x, columns, values, start, stop, line):
 
 @_compile
 def convolve(planes, starts, offsets, values, bias, wide, out):
-    """Sparse convolution: planes [batch, all pixels], a weight's offset saying where its shifted plane begins.
+    """Run a sparse convolution on planes [batch, all pixels].
 
-    Sums run over whole lines of `wide` pixels, the ends of which belong to no output and are left
-    behind.
+    A weight's offset is where its shifted plane begins. Sums run over whole lines of `wide` pixels.
+    The pixels at their ends belong to no output and are not copied.
     """
     batch, channels, high, width = out.shape
     span = (high - 1) * wide + width

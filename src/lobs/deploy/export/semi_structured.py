@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs.errors import ExportError
-from lobs.solvers import masks
+from lobs.solvers.patterns import nbym
 from lobs.targets import NByM
 
 
@@ -25,7 +25,7 @@ def broken_groups(weight: Tensor, keep: int = 2, group: int = 4) -> int:
     columns = weight[0].numel()
     if columns % group:
         raise ExportError(f"rows of {columns} weights do not split into groups of {group}.")
-    return masks.broken_groups(weight, NByM(keep, group))
+    return nbym.broken_groups(weight, NByM(keep, group))
 
 
 def to_semi_structured(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:

@@ -74,14 +74,26 @@ class Flow:
                 self.space[node] = one
 
     def start(self, node: fx.Node, size: int, fixed: str = "") -> Space:
-        """Put a node into a new space without constants."""
+        """Put a node into a new space without constants, and return the space.
+
+        Args:
+            node: a step of the traced network.
+            size: number of channels.
+            fixed: why no channel can be removed; empty where channels can.
+        """
         self.space[node] = Space(size, fixed)
         self.constant[node] = torch.full((size,), torch.nan, dtype=torch.float64)
         self.features[node] = 1
         return self.space[node]
 
     def carry(self, node: fx.Node, source: fx.Node, constant: Tensor) -> None:
-        """Put a node into the space of its input, with new constants."""
+        """Put a node into the space of its input, with new constants.
+
+        Args:
+            node: a step that works on each channel alone.
+            source: its input.
+            constant: value of every channel after the step; NaN where it is not constant.
+        """
         self.space[node], self.constant[node] = self.space[source], constant
         self.features[node] = self.features[source]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp
+from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lobs._system.distributed import process_group
@@ -25,6 +25,7 @@ from lobs.errors import LobsError, ProcessGroupError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
+from lobs.pruning.refit.reverse import vjp
 from lobs.solvers.least_squares import conjugate_gradients
 
 INSIDE = 4  # conjugate-gradient steps
@@ -243,7 +244,7 @@ def parameters_of(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
-    """Tell whether the output for joined batches is that for each batch, joined.
+    """Return whether the output for joined batches is that for each batch, joined.
 
     It is not where samples are not the first dimension, or depend on each other.
     """

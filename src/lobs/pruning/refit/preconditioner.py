@@ -75,7 +75,7 @@ class Preconditioner:
 
 
 def affordable(layer: Layer, free: Vector, madds: float) -> bool:
-    """Tell whether a layer's blocks take at most `madds` multiply-adds, and little memory.
+    """Return whether a layer's blocks take at most `madds` multiply-adds, and little memory.
 
     Args:
         layer: the layer.

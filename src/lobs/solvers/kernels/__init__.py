@@ -1,27 +1,31 @@
-"""The hot loops, each one function with two backends: `greedy`, exact greedy OBS, and `swap`, which improves its masks.
+"""The hot loops of the solvers. Each has a torch backend and a compiled one: see `BACKENDS`.
 
-Greedy: both take the inverse A of an equilibrated moment and rows of equally scaled weights, and
-remove from every row, one at a time, the weight of least w²/A_qq, downdating that row's inverse
-after each deletion (A ← A − A_:q A_q:/A_qq). This *is* a pivoted Cholesky factorisation of A. The
-first `protected` columns are never removed but take part in everything. A `Quota` lets every group
-of columns give only so many; without one all columns go. They return, per row, the order of
-deletion (int32) and what each deletion cost (float64).
+`greedy` runs greedy OBS. It takes the inverse A of an equilibrated moment, and rows of weights in
+the same scale. From every row it removes, one at a time, the weight of least w²/A_qq. After each
+deletion it downdates that row's inverse, A ← A − A_:q A_q:/A_qq. This is a pivoted Cholesky
+factorisation of A. The first `protected` columns are never removed, but their weights move. A
+`Quota` limits how many columns a group may lose; without one all columns go. Both backends return,
+per row, the order of deletion (int32) and the loss of each deletion (float64).
 
-Swap: the state of a row with support S is the symmetric sweep of the Gram matrix G over S,
+`swap` improves masks. The state of a row with support S is the symmetric sweep of the Gram matrix
+G over S,
 
     M_SS = −G_SS⁻¹,  M_SN = G_SS⁻¹ G_SN,  M_NN = G_NN − G_NS G_SS⁻¹ G_SN,
 
-beside y: the weights on S and, off it, how the residual leans on each input. Letting q in lowers
-the error by y_q²/M_qq, taking p out raises it by −y_p²/M_pp, and what a swap of the two does
-follows from M_pq: all exact. A swap is two rank-1 updates of M, of which only the diagonal, the
-pairs that may swap and the columns asked for are ever formed. The best swap of a row is made until
-none helps; a group swaps once, so that a column that has swapped is never asked for again.
+and a vector y: the weights on S and, off it, the correlation of the residual with each input.
+Adding q lowers the error by y_q²/M_qq. Removing p raises it by −y_p²/M_pp. The effect of a swap of
+both follows from M_pq. All three are exact. A swap is two rank-1 updates of M. Only the diagonal,
+the pairs that may swap and the needed columns are ever formed. The best swap of a row is made until
+none helps. A group swaps once, so no column is needed again after its swap.
+
+`improve` is a local search over the supports of many small least-squares problems.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal, TypeAlias
@@ -31,12 +35,59 @@ from torch import Tensor
 
 from lobs.errors import SolverError
 
-Backend: TypeAlias = Literal["auto", "torch", "compiled"]
+Backend: TypeAlias = str  # "auto" or a key of BACKENDS
+
+
+@dataclass(frozen=True)
+class KernelBackend:
+    """An implementation of the hot loops: names of modules, imported on first use.
+
+    A loop that a backend does not have is taken from another one.
+
+    Args:
+        serves: tells whether the backend can work on a matrix.
+        needs: what it needs, for the message where it cannot.
+        greedy: the module with `greedy_rows`.
+        group_swaps: the module with `swap_rows`.
+        swaps: the module with `start`, `finish` and `move`.
+    """
+
+    serves: Callable[[Tensor], bool]
+    needs: str = ""
+    greedy: str | None = None
+    group_swaps: str | None = None
+    swaps: str | None = None
+
+
+def _numba_serves(matrix: Tensor) -> bool:
+    on_cpu = matrix.device.type == "cpu" and matrix.dtype in (torch.float32, torch.float64)
+    return on_cpu and find_spec("numba") is not None
+
+
+# "auto" takes the first that serves. The torch backend serves every matrix and is the reference.
+BACKENDS: dict[str, KernelBackend] = {
+    "compiled": KernelBackend(
+        _numba_serves,
+        "numba and CPU tensors in float32 or float64",
+        greedy="lobs.solvers.kernels.compiled_greedy",
+        group_swaps="lobs.solvers.kernels.compiled_group_swaps",
+        swaps="lobs.solvers.kernels.compiled_swaps",
+    ),
+    "torch": KernelBackend(
+        lambda matrix: True,
+        greedy="lobs.solvers.kernels.torch_greedy",
+        group_swaps="lobs.solvers.kernels.torch_group_swaps",
+        swaps="lobs.solvers.kernels.torch_swaps",
+    ),
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Quota:
-    """How many columns each group may lose: `group[j]` is column j's, `allowed[group]` its number; int64, on the CPU."""
+    """The number of columns that each group may lose, as int64 tensors on the CPU.
+
+    `group[j]` is the group of column j. `allowed[group]` is the group's number.
+    """
 
     group: Tensor
     allowed: Tensor
@@ -44,11 +95,11 @@ class Quota:
 
 @dataclass(frozen=True, eq=False)
 class Swaps:
-    """What `swap` starts from, for several rows: M in the parts that are needed, and y.
+    """The state that `swap` starts from, for several rows: parts of M, and y.
 
-    `kept` holds the support's columns in order, `inverse` G_SS⁻¹ over them, `p` and `q` the pairs
-    of a kept and a removed column that may change places, `off` M at those pairs, `group` the
-    columns' groups, −1 for none.
+    `kept` holds the columns of the support in order, and `inverse` is G_SS⁻¹ over them. `p` and
+    `q` are the pairs of a kept and a removed column that may swap, and `off` is M at these pairs.
+    `group` holds the group of each column, −1 for none.
     """
 
     gram: Tensor
@@ -64,9 +115,6 @@ class Swaps:
     error: Tensor
 
 
-Kernel: TypeAlias = Callable[[Tensor, Tensor, int, Quota, str], tuple[Tensor, Tensor]]
-
-
 def greedy(
     inverse: Tensor,
     weight: Tensor,
@@ -74,54 +122,63 @@ def greedy(
     quota: Quota | None = None,
     *,
     backend: Backend = "auto",
-    label: str = "exact",
+    label: str = "greedy",
 ) -> tuple[Tensor, Tensor]:
-    """Run greedy deletion to the end, or until every group has given its quota, in the dtype of `inverse`."""
-    if quota is None:  # all columns are one group, which gives all it has
+    """Delete weights in greedy order until no column is left, or every group has met its quota.
+
+    Args:
+        inverse: the inverse A of the equilibrated moment. Its dtype is the one computed in.
+        weight: rows of weights in the same scale.
+        protected: number of leading columns that are never removed.
+        quota: the number of columns that each group may lose; all of them by default.
+        backend: "auto" takes the compiled one where it can.
+        label: the name of the progress bar.
+    """
+    if quota is None:  # all columns are one group, and all of them go
         d = weight.shape[1]
         quota = Quota(torch.zeros(d, dtype=torch.int64), torch.tensor([d - protected]))
-    # Scaling a row scales its losses; done in float64, so that float32 holds them whatever the
-    # layer's units.
+    # Rows are scaled to 1, and losses back in float64, so that float32 holds them in any unit.
     weight = weight.to(torch.float64)
     size = weight.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     rows = (weight / size).to(inverse.dtype)
-    order, losses = _greedy_rows(backend, inverse)(
-        inverse.contiguous(), rows, protected, quota, label
-    )
+    kernel = _module(backend, "greedy", inverse)
+    order, losses = kernel.greedy_rows(inverse.contiguous(), rows, protected, quota, label)
     return order, losses.to(torch.float64) * size.square()
 
 
 def swap(state: Swaps, worth: float, *, backend: Backend = "auto") -> Tensor:
-    """Swap in every row while the best swap lowers its error by more than `worth` times what it was; return the new mask."""
-    if _compiled(backend, state.gram):
-        from lobs.solvers.kernels.compiled_group_swaps import swap_rows as compiled_rows
+    """Make the best swap in every row while it lowers the error enough, and return the new mask.
 
-        return compiled_rows(state, worth)
-    from lobs.solvers.kernels.torch_group_swaps import swap_rows
-
-    return swap_rows(state, worth)
-
-
-def _greedy_rows(backend: Backend, inverse: Tensor) -> Kernel:
-    if _compiled(backend, inverse):
-        from lobs.solvers.kernels.compiled_greedy import greedy_rows as compiled_rows
-
-        return compiled_rows
-    from lobs.solvers.kernels.torch_greedy import greedy_rows
-
-    return greedy_rows
+    Args:
+        state: the rows.
+        worth: the least gain of a swap, relative to the row's first error.
+        backend: "auto" takes the compiled one where it can.
+    """
+    mask: Tensor = _module(backend, "group_swaps", state.gram).swap_rows(state, worth)
+    return mask
 
 
-def _compiled(name: Backend, matrix: Tensor) -> bool:
-    if name not in ("auto", "torch", "compiled"):
-        raise SolverError(f"unknown backend '{name}'. There are: auto, torch, compiled.")
-    on_cpu = matrix.device.type == "cpu" and matrix.dtype in (torch.float32, torch.float64)
-    possible = on_cpu and find_spec("numba") is not None
-    if name == "compiled" and not possible:
-        raise SolverError(
-            "the compiled backend needs numba and CPU tensors in float32 or float64. Use 'torch'."
-        )
-    return possible and name != "torch"
+def _module(
+    name: Backend, loop: Literal["greedy", "group_swaps", "swaps"], matrix: Tensor
+) -> ModuleType:
+    """Return the module that runs a loop on a matrix.
+
+    Args:
+        name: "auto" or a backend.
+        loop: which of the backend's loops.
+        matrix: what it will work on.
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise SolverError(f"unknown backend '{name}'. Use one of: auto, {', '.join(BACKENDS)}.")
+    if name != "auto" and not BACKENDS[name].serves(matrix):
+        raise SolverError(f"the {name} backend needs {BACKENDS[name].needs}. Use 'torch'.")
+    first = [] if name == "auto" else [BACKENDS[name]]
+    modules = (
+        getattr(backend, loop)
+        for backend in (*first, *BACKENDS.values())
+        if getattr(backend, loop) is not None and backend.serves(matrix)
+    )
+    return import_module(next(modules))
 
 
 def improve(
@@ -133,20 +190,27 @@ def improve(
     backend: Backend = "auto",
     label: str = "swaps",
 ) -> tuple[int, Tensor]:
-    """Local search for the best subset in every row of a batch of small least-squares problems; `inside` in place.
+    """Search for better supports of many small least-squares problems, and update `inside`.
 
-    Row i has the quadratic vᵀ·gram[i]·v − 2·linear[i]·v over variables that are inside.
-    Add-one-drop-one swaps are taken, the best first, until none helps; then rows trade: a variable
-    enters where it gains most and another leaves where it costs least, weighted by `importance`, so
-    that the number inside is kept in all rows together; and so on until nothing helps. `gram` and
-    `linear` are overwritten, the latter inside by the best values. Returns the number of moves, and
-    by how much each row's quadratic has fallen.
+    Row i minimises vᵀ·gram[i]·v − 2·linear[i]·v over the variables inside its support. First, every
+    row swaps one variable against another, the best swap first, until none helps. Then rows trade:
+    one row adds the variable that gains most, another drops the one that costs least. The number
+    of variables in all rows together stays the same. Both steps repeat until nothing helps.
+
+    Returns the number of moves, and the decrease of each row's quadratic.
+
+    Args:
+        gram: one Gram matrix per row; overwritten.
+        linear: one linear term per row; overwritten, inside by the best values.
+        inside: the supports; overwritten.
+        importance: the weight of each row's quadratic when rows trade.
+        backend: "auto" takes the compiled one where it can.
+        label: the name of the progress bar.
     """
     wanted = linear.clone()
-    least = (
-        1e-6 if gram.dtype == torch.float64 else 1e-4
-    )  # share of a gain below which a swap may be rounding
-    kernel = _swaps(backend, gram)
+    # A smaller part of a gain may be rounding.
+    least = 1e-6 if gram.dtype == torch.float64 else 1e-4
+    kernel = _module(backend, "swaps", gram)
     kernel.start(gram, linear, inside, label)
     before = _explained(wanted, linear, inside)
     rows, moves = torch.arange(len(gram), device=gram.device), 0
@@ -164,17 +228,20 @@ def improve(
 
 
 def _explained(wanted: Tensor, best: Tensor, inside: Tensor) -> Tensor:
-    """What the best values take off each row's quadratic: the linear term's product with them."""
+    """Return the decrease of each row's quadratic at its best values."""
     return torch.where(inside, wanted * best, 0.0).sum(dim=1)
 
 
-_TRADES = 6  # each finds about a third of what the one before it found
+_TRADES = 6  # rounds of trades; each gains about a third of the round before
 
 
 def _trades(
     t: Tensor, b: Tensor, inside: Tensor, importance: Tensor, least: float
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Pair the rows that gain most by one more variable with those that lose least by one fewer; no row is in two pairs."""
+    """Pair rows that gain most by one more variable with rows that lose least by one fewer.
+
+    No row is in two pairs.
+    """
     diagonal = t.diagonal(dim1=1, dim2=2)
     benefit = torch.where(~inside & (diagonal > 1e-7), b.square() / diagonal, 0.0)
     cost = torch.where(inside, b.square() / -diagonal, torch.inf)
@@ -183,20 +250,9 @@ def _trades(
     takers = (gain * importance).argsort(descending=True)
     givers = (loss * importance).argsort()
     better = (gain * importance)[takers] * (1 - least) > (loss * importance)[givers]
-    # The k best takers and k cheapest givers; a row on both lists would change twice, so it does
-    # neither.
+    # The k best takers and the k cheapest givers. A row on both lists is left out of both.
     k = int(better.sum())
     takers, givers = takers[:k], givers[:k]
     both = takers[torch.isin(takers, givers)]
     takers, givers = takers[~torch.isin(takers, both)], givers[~torch.isin(givers, both)]
     return (takers, entering[takers]), (givers, leaving[givers])
-
-
-def _swaps(name: Backend, gram: Tensor) -> ModuleType:
-    if _compiled(name, gram):
-        from lobs.solvers.kernels import compiled_swaps
-
-        return compiled_swaps
-    from lobs.solvers.kernels import torch_swaps
-
-    return torch_swaps

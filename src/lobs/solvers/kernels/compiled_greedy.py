@@ -1,13 +1,13 @@
 """Greedy OBS compiled for CPUs with numba: blocked, right-looking, a row at a time per thread.
 
-Each row owns a copy of A. Pivots come in panels of 32: inside a panel only the needed columns are
-formed (left-looking); then one rank-32 update of the surviving square follows, the holes first
-filled from the end so that it stays dense and contiguous. Four rows by eight factors are kept in
-registers and columns go in tiles that stay in the first-level cache. Costs d³/3 multiply-adds a
-row, near what a matrix product of that size costs (`benchmarks/exact_speed.py`).
+Each row has its own copy of A. Pivots come in panels of 32. Inside a panel only the needed columns
+are formed (left-looking). Then the remaining square gets one rank-32 update. Removed positions are
+first filled from the end, so that the square stays dense and contiguous. Four rows by eight factors
+are kept in registers, and tiles of columns in the first-level cache. A row costs d³/3
+multiply-adds, at nearly the speed of a matrix product (`benchmarks/exact_speed.py`).
 
-Threads are plain Python threads around a GIL-free kernel: no second threading runtime to quarrel
-with torch's.
+Threads are plain Python threads around a kernel without the GIL. A second threading runtime would
+compete with torch's.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 from lobs._system.progress import track
 from lobs._system.threads import workers
 from lobs.solvers.kernels import Quota
-from lobs.solvers.kernels.compiling import compiled, spans
+from lobs.solvers.kernels.compiling import compiled, helper, inlined, spans
 
 _PANEL = 32  # a multiple of 8, see _downdate
 _TILE = 256
-# weight given to a removed position: its score, 1e36, is never the least, and float32 holds it
+# The weight of a removed position. Its score of 1e36 is never the least, and fits into float32.
 _REMOVED = 1e18
-_LOCKED = 1e30  # added to the score of a position whose group has given its quota
+_LOCKED = 1e30  # added to the score of a position whose group has met its quota
 
 
 def greedy_rows(
     inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str
 ) -> tuple[Tensor, Tensor]:
-    """See `lobs.solvers.kernels`."""
+    """Run `lobs.solvers.kernels.greedy` on CPU tensors."""
     rows = len(weight)
     steps = int(quota.allowed.sum())
     order = np.empty((rows, steps), np.int32)
@@ -39,9 +39,7 @@ def greedy_rows(
     a, w = inverse.numpy(), weight.contiguous().numpy()
     group, allowed = quota.group.numpy(), quota.allowed.numpy()
     pieces = spans(rows)
-    if (
-        len(pieces) < 2
-    ):  # a thousand groups of one row each: starting a thread would take longer than the work
+    if len(pieces) < 2:  # starting a thread would take longer than the work
         _greedy_span(a, w, protected, group, allowed, order, losses)
         return torch.from_numpy(order), torch.from_numpy(losses)
     with track(label, rows) as advance:
@@ -59,39 +57,40 @@ def greedy_rows(
 
 @compiled
 def _greedy_span(inverse, weight, protected, group, allowed, order, losses):
-    d = weight.shape[1]
-    a = np.empty((d, d), weight.dtype)
-    u = np.empty((_PANEL, d), weight.dtype)
+    # Copies are written as loops: an assignment of slices takes three seconds to compile, because
+    # it also compiles the text of its error message.
+    d, steps = weight.shape[1], order.shape[1]
+    a, u = np.empty((d, d), weight.dtype), np.empty((_PANEL, d), weight.dtype)
+    w, diag, lock = (
+        np.empty(d, weight.dtype),
+        np.empty(d, weight.dtype),
+        np.empty(d, weight.dtype),
+    )
+    column_of, removed = np.empty(d, np.int64), np.empty(_PANEL, np.int64)
+    left = np.empty(len(allowed), np.int64)
     for row in range(weight.shape[0]):
-        a[:, :] = inverse
-        _greedy_row(
-            a, u, weight[row].copy(), protected, group, allowed.copy(), order[row], losses[row]
-        )
+        for g in range(len(allowed)):
+            left[g] = allowed[g]
+        for i in range(d):
+            for j in range(d):
+                a[i, j] = inverse[i, j]
+            w[i], diag[i], column_of[i] = weight[row, i], inverse[i, i], i
+            lock[i] = 0 if left[group[i]] > 0 else _LOCKED
+        alive = d
+        for start in range(0, steps, _PANEL):
+            panel = min(_PANEL, steps - start)
+            for t in range(panel):
+                q = _least_important(w, diag, lock, protected, alive)
+                order[row, start + t] = column_of[q]
+                losses[row, start + t] = _delete(a[q], u, t, q, w, diag, removed, alive)
+                _count_off(group, left, lock, column_of, column_of[q], alive)
+            if panel == _PANEL:
+                _sort(removed)
+                alive = _fill_holes(a, u, w, diag, lock, column_of, removed, alive)
+                _downdate(a, u, alive)
 
 
-@compiled
-def _greedy_row(a, u, w, protected, group, left, order, losses):
-    alive = w.shape[0]
-    lock = np.zeros_like(w)
-    for j in range(alive):
-        lock[j] = 0 if left[group[j]] > 0 else _LOCKED
-    column_of = np.arange(alive)
-    diag = np.diag(a).copy()
-    removed = np.empty(_PANEL, np.int64)
-    steps = len(order)
-    for start in range(0, steps, _PANEL):
-        panel = min(_PANEL, steps - start)
-        for t in range(panel):
-            q = _least_important(w, diag, lock, protected, alive)
-            order[start + t] = column_of[q]
-            losses[start + t] = _delete(a[q], u, t, q, w, diag, removed, alive)
-            _count_off(group, left, lock, column_of, column_of[q], alive)
-        if panel == _PANEL:
-            alive = _fill_holes(a, u, w, diag, lock, column_of, np.sort(removed), alive)
-            _downdate(a, u, alive)
-
-
-@compiled
+@helper
 def _least_important(w, diag, lock, protected, alive):
     least = w[protected] * w[protected] / diag[protected] + lock[protected]
     for j in range(protected, alive):  # a plain minimum vectorises, an argmin does not
@@ -109,9 +108,9 @@ def _least_important(w, diag, lock, protected, alive):
     return best
 
 
-@compiled
+@inlined
 def _count_off(group, left, lock, column_of, column, alive):
-    """Note that a column went, and lock the rest of its group if that was its last to give."""
+    """Count a deletion, and lock the rest of the column's group if its quota is met."""
     left[group[column]] -= 1
     if left[group[column]] == 0:
         for j in range(alive):
@@ -119,9 +118,9 @@ def _count_off(group, left, lock, column_of, column, alive):
                 lock[j] = _LOCKED
 
 
-@compiled
+@helper
 def _delete(row, u, t, q, w, diag, removed, alive):
-    """Form the panel's t-th factor from row q of A, move the weights, return the loss."""
+    """Form the panel's t-th factor from row q of A, move the weights and return the loss."""
     c = u[t]
     for j in range(alive):
         c[j] = row[j]
@@ -154,9 +153,9 @@ def _delete(row, u, t, q, w, diag, removed, alive):
     return loss
 
 
-@compiled
+@helper
 def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
-    """Move the last survivors into the removed positions (sorted), so that the survivors stand at the front."""
+    """Move the last remaining positions into the removed ones, which are sorted."""
     left = alive - len(holes)
     moves = 0
     sources = np.empty(len(holes), np.int64)
@@ -186,13 +185,25 @@ def _fill_holes(a, u, w, diag, lock, column_of, holes, alive):
     return left
 
 
-@compiled
+@inlined
+def _sort(numbers):
+    """Sort by insertion: numba's own sort takes a second to compile."""
+    for i in range(1, len(numbers)):
+        number = numbers[i]
+        j = i - 1
+        while j >= 0 and numbers[j] > number:
+            numbers[j + 1] = numbers[j]
+            j -= 1
+        numbers[j + 1] = number
+
+
+@inlined
 def _downdate(a, u, alive):
-    """A ← A − UᵀU on the surviving square, eight factors at a time."""
+    """Subtract UᵀU from the remaining square, eight factors at a time."""
     for left in range(0, alive, _TILE):
         right = min(alive, left + _TILE)
         for s in range(0, _PANEL, 8):
-            i = 0
+            i = np.int64(0)
             while i + 4 <= alive:
                 _update_four(a, u, i, s, left, right)
                 i += 4
@@ -201,11 +212,10 @@ def _downdate(a, u, alive):
                 i += 1
 
 
-# Rows are sliced from the whole array, one by one: numba then knows that they are contiguous and
-# vectorises.
+# Each row is sliced from the whole array, so that numba knows it is contiguous and vectorises.
 
 
-@compiled
+@helper
 def _update_four(a, u, i, s, left, right):
     u0, u1, u2, u3 = (
         u[s, left:right],
@@ -237,7 +247,7 @@ def _update_four(a, u, i, s, left, right):
         r3[j] -= d0 * x0 + d1 * x1 + d2 * x2 + d3 * x3 + d4 * x4 + d5 * x5 + d6 * x6 + d7 * x7
 
 
-@compiled
+@helper
 def _update_one(a, u, i, s, left, right):
     u0, u1, u2, u3 = (
         u[s, left:right],
@@ -258,7 +268,7 @@ def _update_one(a, u, i, s, left, right):
         r0[j] -= a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3 + a4 * x4 + a5 * x5 + a6 * x6 + a7 * x7
 
 
-@compiled
+@helper
 def _eight(u, s, i):
     return (
         u[s, i],

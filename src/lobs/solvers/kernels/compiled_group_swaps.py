@@ -1,4 +1,4 @@
-"""Swaps within groups, compiled for CPUs with numba: a row at a time per thread, everything of it in the cache."""
+"""Swaps within groups, compiled for CPUs with numba: each thread works on one row at a time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 from torch import Tensor
 
 from lobs._system.threads import workers
-from lobs.solvers.kernels.compiling import compiled
+from lobs.solvers.kernels.compiling import compiled, helper
 
 if TYPE_CHECKING:
     from lobs.solvers.kernels import Swaps
 
 
 def swap_rows(state: Swaps, worth: float) -> Tensor:
-    """See `lobs.solvers.kernels`."""
+    """Run `lobs.solvers.kernels.swap` on CPU tensors."""
     mask = state.mask.clone().contiguous()
     arrays = [
         t.contiguous().numpy()
@@ -25,15 +25,15 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
             mask,
             state.y.clone(),
             state.diagonal.clone(),
-            state.off.clone(),
-            state.p,
-            state.q,
         )
     ]
+    pairs = [t.contiguous().numpy() for t in (state.off.clone(), state.p, state.q)]
     gram, group, error = state.gram.contiguous().numpy(), state.group.numpy(), state.error.numpy()
     list(
         workers().map(
-            lambda r: _swap_row(gram, group, error[r], worth, *(a[r] for a in arrays)),
+            lambda r: _swap_row(
+                gram, group, (worth, error[r]), *(a[r] for a in arrays), tuple(a[r] for a in pairs)
+            ),
             range(len(mask)),
         )
     )
@@ -41,7 +41,9 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
 
 
 @compiled
-def _swap_row(gram, group, error, worth, inverse, kept, mask, y, diagonal, off, p, q):
+def _swap_row(gram, group, gain, inverse, kept, mask, y, diagonal, pairs):
+    worth, error = gain
+    off, p, q = pairs
     d = len(y)
     start = mask.copy()
     most = group.max() + 1
@@ -63,7 +65,7 @@ def _swap_row(gram, group, error, worth, inverse, kept, mask, y, diagonal, off, 
         shut[group[a]] = True
 
 
-@compiled
+@helper
 def _best_pair(group, shut, y, diagonal, off, p, q, least):
     best = -1
     for i in range(len(p)):
@@ -77,9 +79,9 @@ def _best_pair(group, shut, y, diagonal, off, p, q, least):
     return best
 
 
-@compiled
+@helper
 def _column(gram, inverse, kept, start, column, past, sign, done, x, m):
-    """M's column as it now stands: from the inverse at the start, less the updates since."""
+    """Form the current column of M: from the inverse at the start, minus all updates since."""
     g = gram[column]
     s = len(kept)
     x[:] = 0
@@ -104,7 +106,7 @@ def _column(gram, inverse, kept, start, column, past, sign, done, x, m):
             m[j] -= f * z[j]
 
 
-@compiled
+@helper
 def _pivot(column, z, sign, done, m, y, diagonal, off, p, q):
     pivot = m[column]
     root = np.sqrt(abs(pivot))
@@ -118,7 +120,7 @@ def _pivot(column, z, sign, done, m, y, diagonal, off, p, q):
         off[i] -= sign[done] * z[p[i]] * z[q[i]]
 
 
-@compiled
+@helper
 def _dot(a, b):
     total = a[0] * 0
     for i in range(len(a)):

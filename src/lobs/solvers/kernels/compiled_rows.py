@@ -1,4 +1,4 @@
-"""Gathering blocks of a matrix, compiled: four times faster than indexing with two tensors."""
+"""Gather blocks of a matrix, compiled: four times faster than indexing with two tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lobs.solvers.kernels.compiling import compiled
 
 @compiled
 def gather(gram, lines, columns, out):
-    """out[r, i, j] = gram[lines[r, i], columns[r, j]]."""
+    """Set out[r, i, j] = gram[lines[r, i], columns[r, j]]."""
     for r in range(lines.shape[0]):
         wanted = columns[r]
         for i in range(lines.shape[1]):

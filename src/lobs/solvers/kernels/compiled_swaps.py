@@ -1,4 +1,4 @@
-"""Local search on small least-squares problems, compiled for CPUs: `torch_swaps` step by step, a row at a time per thread."""
+"""Local search on small least-squares problems, compiled for CPUs: `torch_swaps` row by row."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from lobs._system.progress import track
 from lobs._system.threads import workers
-from lobs.solvers.kernels.compiling import compiled, spans
+from lobs.solvers.kernels.compiling import compiled, helper, inlined, spans
 
-_SMALL = 2**15  # matrix elements in all rows below which threads would wait longer than they work
+_SMALL = 2**15  # matrix elements in all rows; below, threads cost more than they save
 
 
 def start(t: Tensor, b: Tensor, inside: Tensor, label: str) -> None:
-    """See `torch_swaps`."""
+    """Sweep in the variables inside, like `torch_swaps.start`."""
     rows = torch.arange(len(t))
     _by_threads(_start_span, t, b, inside, rows, label)
 
 
 def finish(t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, least: float, label: str) -> int:
-    """See `torch_swaps`."""
-    return sum(_by_threads(_settle_span, t, b, inside, rows, label, least))
+    """Make swaps while they help, like `torch_swaps.finish`."""
+    return sum(_by_threads(_swap_span, t, b, inside, rows, label, least))
 
 
 def move(t: Tensor, b: Tensor, rows: Tensor, columns: Tensor, adding: bool) -> None:
-    """See `torch_swaps`."""
+    """Sweep one variable per row, like `torch_swaps.move`."""
     _move_span(t.numpy(), b.numpy(), rows.numpy(), columns.numpy(), adding)
 
 
@@ -61,10 +61,10 @@ def _start_span(t, b, inside, rows):
 
 
 @compiled
-def _settle_span(t, b, inside, rows, least):
+def _swap_span(t, b, inside, rows, least):
     moves = 0
     for row in rows:
-        moves += _settle(t[row], b[row], inside[row], least)
+        moves += _swap_row(t[row], b[row], inside[row], least)
     return moves
 
 
@@ -74,11 +74,11 @@ def _move_span(t, b, rows, columns, adding):
         _sweep(t[rows[i]], b[rows[i]], columns[i], adding)
 
 
-@compiled
-def _settle(t, b, inside, least):
+@inlined
+def _swap_row(t, b, inside, least):
     m = t.shape[0]
     for moves in range(4 * m):
-        best, enters, leaves = 0.0, -1, -1
+        best, enters, leaves = 0.0, np.int64(-1), np.int64(-1)
         for q in range(m):
             if inside[q] or t[q, q] <= 1e-7:
                 continue
@@ -97,9 +97,9 @@ def _settle(t, b, inside, least):
     return 4 * m
 
 
-@compiled
+@helper
 def _cheapest(t, b, inside, q, weight):
-    """Which variable is cheapest to drop once q has entered with this weight, and what that costs."""
+    """Find the variable that is cheapest to drop once q is in with this weight, and its cost."""
     answer, pivot = t[q], t[q, q]
     best, loss = -1, np.inf
     for p in range(t.shape[0]):
@@ -111,7 +111,7 @@ def _cheapest(t, b, inside, q, weight):
     return best, loss
 
 
-@compiled
+@helper
 def _sweep(t, b, k, adding):
     m = t.shape[0]
     row, bk = t[k].copy(), b[k]

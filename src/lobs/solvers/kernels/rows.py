@@ -1,4 +1,4 @@
-"""Work that differs from row to row: each row restricts the shared matrix to its own columns."""
+"""Row-wise work: each row restricts the shared matrix to its own columns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from torch import Tensor
 
 from lobs._system.threads import workers
 
-_GATHERED = 2**20  # matrix elements gathered at a time, so that they stay in the cache
-_LITTLE = 2**18  # so few are gathered sooner than a thread is woken
+_GATHERED = 2**20  # matrix elements gathered at a time; they fit into the cache
+_LITTLE = 2**18  # matrix elements; fewer are gathered faster than a thread starts
 
 
 def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> None:
-    """Call `work` with numbers of rows of similar size, some at a time, on all of torch's threads.
+    """Call `work` with the numbers of rows of similar size, on all of torch's threads.
 
-    A row of size s is expected to gather s·(s + extra) elements.
+    Args:
+        work: called with the numbers of some rows.
+        sizes: the size s of every row; the row gathers s·(s + extra) elements.
+        extra: additional columns of every row.
     """
     order = sizes.argsort()
     longest = int(sizes[order[-1]]) if len(order) else 0
@@ -28,8 +31,7 @@ def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> No
     pieces: list[Tensor] = []
     most = max(1, -(-len(order) // (2 * threads)))
     while len(order):
-        # The longest row of a piece decides what each of its rows costs, so pieces are cut from the
-        # long end.
+        # The longest row of a piece determines the cost of its rows, so the long end is cut first.
         size = int(sizes[order[-1]])
         count = min(most, max(1, _GATHERED // max(1, size * (size + extra))))
         pieces.append(order[-count:])
@@ -42,14 +44,23 @@ def by_rows(work: Callable[[Tensor], None], sizes: Tensor, extra: int = 0) -> No
 
 
 def listed(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Column numbers of every row's True entries, (rows, longest), and which of them are real: short rows are filled up."""
+    """Return the columns of every row's True entries, padded to (rows, longest).
+
+    The second tensor is False at padded places.
+    """
     size = int(mask.sum(dim=1).max()) if len(mask) else 0
     real, index = mask.to(torch.int8).topk(size, dim=1, sorted=False)
     return index, real.bool()
 
 
 def restrict(gram: Tensor, lines: Tensor, columns: Tensor) -> Tensor:
-    """G[lines[r, i], columns[r, j]] for every row r, (rows, lines, columns)."""
+    """Return G[lines[r, i], columns[r, j]] for every row r, as (rows, lines, columns).
+
+    Args:
+        gram: the shared matrix G.
+        lines: the lines of each row.
+        columns: the columns of each row.
+    """
     if gram.device.type != "cpu" or find_spec("numba") is None:
         return gram[lines.unsqueeze(2), columns.unsqueeze(1)]
     from lobs.solvers.kernels.compiled_rows import gather
@@ -60,14 +71,23 @@ def restrict(gram: Tensor, lines: Tensor, columns: Tensor) -> Tensor:
 
 
 def blocks(gram: Tensor, index: Tensor, real: Tensor) -> Tensor:
-    """G restricted to every row's columns; what is not real becomes a variable of its own that touches nothing."""
+    """Return G restricted to every row's columns; padding becomes the identity.
+
+    Args:
+        gram: the shared matrix G.
+        index: the columns of each row.
+        real: False at padded places.
+    """
     block = restrict(gram, index, index)
-    apart(block, real)
+    pad_with_identity(block, real)
     return block
 
 
-def apart(lines: Tensor, real: Tensor) -> None:
-    """Make what is not real a variable of its own that touches nothing, in place; lines (rows, f or more, f) begin with G's."""
+def pad_with_identity(lines: Tensor, real: Tensor) -> None:
+    """Replace padding by the identity, in place.
+
+    The first f lines of every row, (rows, f or more, f), are those of G.
+    """
     if bool(real.all()):
         return
     f = real.shape[1]

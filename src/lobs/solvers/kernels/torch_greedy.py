@@ -1,8 +1,8 @@
 """Greedy OBS in plain torch: any device, any float type, and the reference for the compiled kernel.
 
-Left-looking: instead of downdating a d×d inverse per row it keeps the factor rows U found so far
-and forms only the column it needs, A[q] − U[:, q]ᵀU. Costs Σ t·d multiply-adds and d² memory a row;
-rows are batched to a fixed budget.
+It is left-looking: it does not downdate a d×d inverse per row, but keeps the factor rows U and
+forms only the column it needs, A[q] − U[:, q]ᵀU. A row costs Σ t·d multiply-adds and d² memory.
+Rows are batched to a fixed amount of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BATCH_ELEMENTS = 2**26  # factor entries alive at once: 256 MB in float32
 def greedy_rows(
     inverse: Tensor, weight: Tensor, protected: int, quota: Quota, label: str
 ) -> tuple[Tensor, Tensor]:
-    """See `lobs.solvers.kernels`."""
+    """Run `lobs.solvers.kernels.greedy` with torch operations."""
     rows, d = weight.shape
     steps = int(quota.allowed.sum())
     order = torch.empty(rows, steps, dtype=torch.int32, device=weight.device)

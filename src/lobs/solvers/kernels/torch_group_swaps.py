@@ -1,4 +1,7 @@
-"""Swaps within groups in plain torch: any device, and the reference for the compiled kernel. Rows run in step."""
+"""Swaps within groups in plain torch: any device, and the reference for the compiled kernel.
+
+All rows take their steps together.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def swap_rows(state: Swaps, worth: float) -> Tensor:
-    """See `lobs.solvers.kernels`."""
+    """Run `lobs.solvers.kernels.swap` with torch operations."""
     mask, y, diagonal, off = (
         state.mask.clone(),
         state.y.clone(),
@@ -31,7 +34,7 @@ def swap_rows(state: Swaps, worth: float) -> Tensor:
             pivot = m.gather(1, column)
             z = torch.where(
                 moving.unsqueeze(1), m * pivot.abs().rsqrt(), 0.0
-            )  # rows that are done stand still
+            )  # finished rows do not move
             y -= z * (y.gather(1, column) * pivot.sign() * pivot.abs().rsqrt())
             diagonal -= pivot.sign() * z.square()
             off -= pivot.sign() * z.gather(1, state.p) * z.gather(1, state.q)
@@ -57,7 +60,7 @@ def _best_pair(
 
 
 def _column(state: Swaps, column: Tensor, past: Tensor, signs: Tensor) -> Tensor:
-    """M's column as it now stands: from the inverse at the start, less the updates since."""
+    """Return the current column of M: from the inverse at the start, minus all updates since."""
     g = state.gram[column.squeeze(1)]
     inside = state.mask.gather(1, column)
     asked = torch.where(inside, (state.kept == column).to(g.dtype), g.gather(1, state.kept))

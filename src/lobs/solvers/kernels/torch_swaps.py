@@ -1,10 +1,13 @@
-"""Local search on small least-squares problems with batched torch operations: any device, and the reference.
+"""Local search on small least-squares problems in batched torch operations, the reference backend.
 
 The state of a row is its swept matrix T and vector b. Sweeping a variable in or out is one
-symmetric rank-one step; with the set S swept in, T and b hold everything a decision needs: for q
-outside, T_qq is the energy of q that S cannot explain and b_q its residual correlation, so adding q
-gains b_q²/T_qq; for p inside, −T_pp is the diagonal of the inverse on S and b_p the weight, so
-dropping p costs b_p²/(−T_pp); T_pq is how p's weight answers to q.
+symmetric rank-one step. With the set S swept in, T and b give the effect of every move:
+
+- For q outside, T_qq is the energy of q that S cannot explain, and b_q its residual correlation.
+  Adding q gains b_q²/T_qq.
+- For p inside, −T_pp is the diagonal of the inverse on S, and b_p is the weight. Dropping p costs
+  b_p²/(−T_pp).
+- T_pq is the change of p's weight per unit of q.
 """
 
 from __future__ import annotations
@@ -14,7 +17,14 @@ from torch import Tensor
 
 
 def start(t: Tensor, b: Tensor, inside: Tensor, label: str) -> None:
-    """Sweep in, row by row, what is inside; in place."""
+    """Sweep in the variables inside each row's support, in place.
+
+    Args:
+        t: the rows' matrices.
+        b: the rows' linear terms.
+        inside: the supports.
+        label: the name of the progress bar.
+    """
     rows = torch.arange(len(t), device=t.device)
     for column in range(t.shape[1]):
         chosen = rows[inside[:, column]]
@@ -23,7 +33,16 @@ def start(t: Tensor, b: Tensor, inside: Tensor, label: str) -> None:
 
 
 def finish(t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, least: float, label: str) -> int:
-    """Take the best swap in every one of `rows` until none gains more than the share `least`; in place. Returns how many."""
+    """Make the best swap in every row while it helps, in place, and return the number of swaps.
+
+    Args:
+        t: the rows' matrices.
+        b: the rows' linear terms.
+        inside: the supports.
+        rows: the rows to work on.
+        least: smallest net gain of a swap, relative to the gain of the entering variable.
+        label: the name of the progress bar.
+    """
     moves = 0
     for _ in range(4 * t.shape[1]):
         if not len(rows):
@@ -39,7 +58,15 @@ def finish(t: Tensor, b: Tensor, inside: Tensor, rows: Tensor, least: float, lab
 
 
 def move(t: Tensor, b: Tensor, rows: Tensor, columns: Tensor, adding: bool) -> None:
-    """Sweep one variable of each of `rows` in or out; in place."""
+    """Sweep one variable per row in or out, in place.
+
+    Args:
+        t: the rows' matrices.
+        b: the rows' linear terms.
+        rows: the rows to change.
+        columns: the variable of each row.
+        adding: whether to sweep in or out.
+    """
     _sweep(t, b, rows, columns, adding=adding)
 
 

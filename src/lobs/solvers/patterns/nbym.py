@@ -8,6 +8,7 @@ Swaps take rows·d³/4 multiply-adds. Very wide layers go without.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -169,6 +170,21 @@ def _better_rows(metric: Metric, weight: Tensor, *masks: Tensor) -> tuple[Tensor
     errors = ((found - w) @ metric.gram * (found - w)).sum(dim=-1)
     best = errors.argmin(dim=0), torch.arange(len(w), device=w.device)
     return torch.stack(masks)[best], found[best]
+
+
+def broken_groups(weight: Tensor, target: NByM) -> int:
+    """Count the groups of an n:m pattern with more than n non-zeros.
+
+    `weight` has its rows first and the kernel positions of a convolution last.
+    """
+    rows = weight.detach().reshape(len(weight), -1)
+    positions = math.prod(weight.shape[2:])
+    group = torch.tensor(target.groups(rows.shape[1], positions), device=rows.device)
+    sizes = group.bincount()
+    kept = torch.zeros(len(rows), len(sizes), dtype=torch.int64, device=rows.device)
+    kept.index_add_(1, group, (rows != 0).long())
+    most = torch.tensor([n - target.quota(n) for n in sizes.tolist()], device=rows.device)
+    return int((kept > most).sum())
 
 
 def _mask_by_score(problem: Problem, target: NByM, scores: Tensor) -> Tensor:
