@@ -109,6 +109,16 @@ def test_the_choices_that_are_compared_are_options_of_prune():
         assert f"| {name} |" in TEXTS["how-to-choose.md"]
 
 
+def test_every_panel_of_the_report_is_explained():
+    template = (ROOT / "src/lobs/report/page.html.j2").read_text(encoding="utf-8")
+    panels = re.findall(r"^<h2>([^{<]+)", template, flags=re.M)
+    page = TEXTS["reading-the-report.md"]
+    assert len(panels) > 8
+    assert [
+        name for name in panels if not re.search(rf"^\*\*{re.escape(name)}[.*]", page, re.M)
+    ] == []
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
 def test_every_benchmark_can_be_imported(name):
     assert importlib.import_module(f"benchmarks.{name}").__doc__
