@@ -38,7 +38,7 @@ def main() -> None:
         help="for the budgets: asymmetric, pruned, dense",
     )
     parser.add_argument(
-        "--compensate",
+        "--refit",
         nargs="*",
         default=["layers", "default"],
         help="for the budgets: layers, network, default",
@@ -63,7 +63,7 @@ def main() -> None:
         )
         print("|---|---|---|---|---|---|---|---|")
         for solver in given.solvers:
-            for inputs in ("dense", "pruned") if solver == "exact" else ("dense",):
+            for inputs in ("dense", "pruned") if solver == "greedy" else ("dense",):
                 result = prune(model, train, target, solver=solver, inputs=inputs)
                 errors = " / ".join(f"{row.error:.3g}" for row in result.layers)
                 certificate = result.certificate
@@ -76,13 +76,13 @@ def main() -> None:
                 )
         if given.kept:
             print(
-                "\n| kept in all | inputs | compensated | kept by layer (%) | test error (%) | "
+                "\n| kept in all | inputs | refit | kept by layer (%) | test error (%) | "
                 "bound | measured | seconds |"
             )
             print("|---|---|---|---|---|---|---|---|")
-        for kept, inputs, how in itertools.product(given.kept, given.inputs, given.compensate):
-            compensate = None if how == "default" else how
-            result = prune(model, train, Sparsity(1 - kept / 100), inputs=inputs, refit=compensate)
+        for kept, inputs, how in itertools.product(given.kept, given.inputs, given.refit):
+            refit = None if how == "default" else how
+            result = prune(model, train, Sparsity(1 - kept / 100), inputs=inputs, refit=refit)
             shares = " / ".join(f"{100 * row.kept_fraction:.3g}" for row in result.layers)
             certificate = result.certificate
             print(
