@@ -328,7 +328,7 @@ def test_a_sweep_of_wide_layers_changes_nothing_where_nothing_goes(wide):
             model,
             [x],
             lambda m: float((m(x) - model(x)).detach().abs().max()),
-            [0.0],
+            [1.0],  # kept
             solver=solver,
             progress=False,
         )[0]
