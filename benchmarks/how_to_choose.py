@@ -17,12 +17,12 @@ from lobs.zoo.training import error_rate
 KEPT = (20.0, 10.0, 5.0, 3.0, 2.0, 1.5)
 CHOICES = {
     "magnitude, same share of every layer": ("magnitude", "layer", "dense", "layers"),
-    "exact, same share of every layer": ("exact", "layer", "dense", "layers"),
-    "exact, one budget": ("exact", "network", "dense", "layers"),
+    "greedy, same share of every layer": ("greedy", "layer", "dense", "layers"),
+    "greedy, one budget": ("greedy", "network", "dense", "layers"),
     "auto, one budget": ("auto", "network", "dense", "layers"),
     "auto, one budget, pruned inputs": ("auto", "network", "pruned", "layers"),
     "auto, one budget, asymmetric inputs": ("auto", "network", "asymmetric", "layers"),
-    "the same, then all weights together (default)": ("auto", "network", "asymmetric", None),
+    "the same, then a joint refit (default)": ("auto", "network", "asymmetric", None),
 }
 
 
@@ -43,9 +43,9 @@ def main() -> None:
     )
     print("| choice |", " | ".join(f"{kept:g} %" for kept in KEPT), "|\n|---|" + "---|" * len(KEPT))
     curves: dict[str, list[float]] = {}
-    for name, (solver, scope, inputs, compensate) in CHOICES.items():
+    for name, (solver, scope, inputs, refit) in CHOICES.items():
         targets = [Sparsity(1 - kept / 100, scope=scope) for kept in KEPT]
-        options = {"solver": solver, "inputs": inputs, "compensate": compensate}
+        options = {"solver": solver, "inputs": inputs, "refit": refit}
         curves[name] = [error_rate(prune(model, train, t, **options).model, test) for t in targets]
         print(f"| {name} |", " | ".join(f"{value:.2f}" for value in curves[name]), "|", flush=True)
     if given.picture:
@@ -55,7 +55,7 @@ def main() -> None:
 def draw(curves: dict[str, list[float]], dense: float, path: str) -> None:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10.5, 5), layout="constrained")
     for name, values in curves.items():
         axes.plot(KEPT, values, "o-", label=name)
     axes.axhline(dense, color="grey", linestyle=":", label=f"dense, {dense:.2f} %")
@@ -70,7 +70,7 @@ def draw(curves: dict[str, list[float]], dense: float, path: str) -> None:
     axes.set_yticks([1.5, 2, 3, 5, 10, 20, 50, 90], ["1.5", "2", "3", "5", "10", "20", "50", "90"])
     axes.minorticks_off()
     axes.invert_xaxis()
-    axes.legend()
+    figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -38,16 +38,17 @@ def main() -> None:
         help="for the budgets: asymmetric, pruned, dense",
     )
     parser.add_argument(
-        "--compensate",
+        "--refit",
         nargs="*",
         default=["layers", "default"],
         help="for the budgets: layers, network, default",
     )
-    parser.add_argument("--samples", type=int, help="calibrate on so many images instead of 60,000")
+    parser.add_argument(
+        "--samples", type=int, help="number of calibration images; all 60,000 by default"
+    )
     given = parser.parse_args()
-    warnings.simplefilter(
-        "ignore", NumericalWarning
-    )  # MNIST's border pixels are dead: Ψ of the first layer is singular
+    # MNIST's border pixels are dead: Ψ of the first layer is singular.
+    warnings.simplefilter("ignore", NumericalWarning)
     train, test = mnist.load("train").batches(500, given.samples), mnist.load("test").batches()
     for name in given.network:
         entry, model = zoo.entry(name), zoo.trained(name, given.checkpoint)
@@ -63,12 +64,12 @@ def main() -> None:
         )
         print("|---|---|---|---|---|---|---|---|")
         for solver in given.solvers:
-            for inputs in ("dense", "pruned") if solver == "exact" else ("dense",):
+            for inputs in ("dense", "pruned") if solver == "greedy" else ("dense",):
                 result = prune(model, train, target, solver=solver, inputs=inputs)
                 errors = " / ".join(f"{row.error:.3g}" for row in result.layers)
                 certificate = result.certificate
                 print(
-                    f"| {solver} | {inputs} | {result.kept / result.total:.2%} | "
+                    f"| {solver} | {inputs} | {result.kept_fraction:.2%} | "
                     f"{error_rate(result.model, test):.2f} "
                     f"| {errors} | {certificate.bound:.4g} | {certificate.measured:.3g} | "
                     f"{result.seconds:.1f} |",
@@ -76,13 +77,13 @@ def main() -> None:
                 )
         if given.kept:
             print(
-                "\n| kept in all | inputs | compensated | kept by layer (%) | test error (%) | "
+                "\n| kept in all | inputs | refit | kept by layer (%) | test error (%) | "
                 "bound | measured | seconds |"
             )
             print("|---|---|---|---|---|---|---|---|")
-        for kept, inputs, how in itertools.product(given.kept, given.inputs, given.compensate):
-            compensate = None if how == "default" else how
-            result = prune(model, train, Sparsity(1 - kept / 100), inputs=inputs, refit=compensate)
+        for kept, inputs, how in itertools.product(given.kept, given.inputs, given.refit):
+            refit = None if how == "default" else how
+            result = prune(model, train, Sparsity(1 - kept / 100), inputs=inputs, refit=refit)
             shares = " / ".join(f"{100 * row.kept_fraction:.3g}" for row in result.layers)
             certificate = result.certificate
             print(

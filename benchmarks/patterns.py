@@ -37,7 +37,7 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore", NumericalWarning)
     solve(
-        Problem(torch.randn(2, 8), torch.eye(8)), "exact", NByM(2, 4)
+        Problem(torch.randn(2, 8), torch.eye(8)), "greedy", NByM(2, 4)
     )  # compile, or load the compiled code
     print(
         "| layer | shape | pattern | sweep, relative E | ours / sweep | magnitude / sweep | sweep "
@@ -83,7 +83,7 @@ def compare(name: str, weight: Tensor, moment: Tensor, n: int, m: int) -> float:
     column_sweep(weight, moment, pattern=(n, m))
     theirs_took = time.perf_counter() - began
     began = time.perf_counter()
-    ours = solve(problem, "exact", NByM(n, m))
+    ours = solve(problem, "greedy", NByM(n, m))
     took = time.perf_counter() - began
     crude = solve(problem, "magnitude", NByM(n, m)).error
     rows, d = weight.shape

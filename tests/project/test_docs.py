@@ -90,6 +90,35 @@ def test_every_benchmark_named_exists():
     assert named and all((ROOT / f"{module.replace('.', '/')}.py").is_file() for module in named)
 
 
+def test_every_file_named_exists():
+    pattern = r"\b(?:tests|benchmarks|experiments|examples|src)/[\w/]+\.(?:py|md|json)"
+    named = {file for text in TEXTS.values() for file in re.findall(pattern, text)}
+    assert len(named) >= 8
+    assert {file for file in named if not (ROOT / file).is_file()} == set()
+
+
+def test_the_choices_that_are_compared_are_options_of_prune():
+    from benchmarks.how_to_choose import CHOICES
+
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    batches = list(torch.randn(96, 6).split(12))
+    for name, (solver, scope, inputs, refit) in CHOICES.items():
+        options = {"solver": solver, "inputs": inputs, "refit": refit}
+        result = lobs.prune(model, batches, lobs.Sparsity(0.5, scope), **options)
+        assert result.kept == 36, name
+        assert f"| {name} |" in TEXTS["how-to-choose.md"]
+
+
+def test_every_panel_of_the_report_is_explained():
+    template = (ROOT / "src/lobs/report/page.html.j2").read_text(encoding="utf-8")
+    panels = re.findall(r"^<h2>([^{<]+)", template, flags=re.M)
+    page = TEXTS["reading-the-report.md"]
+    assert len(panels) > 8
+    assert [
+        name for name in panels if not re.search(rf"^\*\*{re.escape(name)}[.*]", page, re.M)
+    ] == []
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
 def test_every_benchmark_can_be_imported(name):
     assert importlib.import_module(f"benchmarks.{name}").__doc__
