@@ -58,6 +58,10 @@ def pages(run, tmp_path_factory):
     write_report(folder / "one.html", [run], title="one", command="lobs prune net --keep 20%")
     write_report(folder / "two.html", [run, other], title="two", command="lobs report a b")
     write_report(folder / "none.html", [other], title="none", command="lobs prune net --keep a=1")
+    blind = nn.Sequential(nn.Flatten(), nn.Linear(256, 5))
+    nn.init.zeros_(blind[1].weight[:, :100])
+    seen = Run("main", run.pruning, 1.5, 1.8, pruned=blind, example=run.example)
+    write_report(folder / "pixels.html", [seen], title="pixels", command="lobs prune net")
     return folder
 
 
@@ -166,10 +170,17 @@ const send = (kind, x, y) => plot.dispatchEvent(new PointerEvent(kind, {
 """
 
 
-def test_every_plot_can_be_hovered_and_zoomed(opened):
-    page = opened("one.html")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("one.html", {"result", "kept", "what-if-change", "ledger-0", "gallery-0-1"}),
+        ("pixels.html", {"pixels-mean", "pixels-0"}),
+    ],
+)
+def test_every_plot_can_be_hovered_and_zoomed(opened, name, expected):
+    page = opened(name)
     plots = page.run("return [...document.querySelectorAll('.plot')].map(p => p.id)")
-    assert {"result", "kept", "what-if-change", "ledger-0", "pixels-0", "gallery-0-1"} <= set(plots)
+    assert expected <= set(plots)
     for plot in plots:
         hovered = page.run(
             POINT + "for (let x = plot.area.left; x < plot.area.right; x += 2)"

@@ -416,7 +416,7 @@ def test_a_saved_run_makes_the_same_page_as_a_live_one(tmp_path, page):
 
 def test_a_file_without_a_record_is_refused(tmp_path):
     lobs.save(nn.Linear(2, 2), tmp_path / "net.safetensors")
-    with pytest.raises(FileError, match=r"'.*net\.safetensors' holds no record of a pruning"):
+    with pytest.raises(FileError, match=r"'.*net\.safetensors' has no record of a pruning"):
         read_run(tmp_path / "net.safetensors")
 
 
@@ -469,6 +469,18 @@ def test_inputs_that_are_no_pictures_give_no_picture():
         assert not pictures.is_picture(example)
     result = run("magnitude")
     assert pictures.pixels([dataclasses.replace(result, example=torch.rand(5, 6))]) is None
+
+
+def test_pixels_are_drawn_only_where_a_run_no_longer_reads_some():
+    one = network_budget()
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
+    blind = nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
+    with torch.no_grad():
+        blind[1].weight[:, :9] = 0
+    sees, misses = (dataclasses.replace(one, pruned=model) for model in (linear, blind))
+    assert pictures.pixels([sees]) is None
+    shown = pictures.pixels([sees, misses])
+    assert [(run["read"], run["of"]) for run in shown["runs"]] == [(36, 36), (27, 36)]
 
 
 def test_a_convolution_without_pictures_is_left_out_of_the_gallery():

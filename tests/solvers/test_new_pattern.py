@@ -83,9 +83,10 @@ def test_its_own_checks_and_names_are_respected():
     assert for_layer(Alternating({"a*": 3}), "b") is None
 
 
-def test_targets_that_are_no_patterns_have_no_pattern_solver():
-    assert pattern_solver(None) is None and pattern_solver(lobs.Sparsity(0.5)) is None
+def test_a_pattern_names_the_module_that_solves_it():
     assert pattern_solver(Alternating()) is SOLVER
+    for target in (lobs.NByM(2, 4), lobs.Block(0.5), lobs.Structured(0.5)):
+        assert isinstance(pattern_solver(target), PatternSolver)
 
 
 SOURCE = Path(lobs.__file__).parent

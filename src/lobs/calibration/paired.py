@@ -1,10 +1,12 @@
 """Collect the inputs of every layer in the dense and in the pruned network, side by side.
 
 A layer is pruned on the outputs of the pruned layers before it. So one must run the network up to
-that layer again, or keep the activations reached so far. Where the network can be traced, its steps run
-one at a time for all batches in both networks. Only values that a later step needs are kept. That
-costs two forward passes in all, and memory for the activations between two layers. Past
-`_IN_MEMORY` bytes, or a quarter of the memory that a limit leaves, they go to temporary files.
+that layer again, or keep the activations reached so far.
+
+Where the network can be traced, its steps run one at a time for all batches in both networks. Only
+values that a later step needs are kept. That costs two forward passes in all, and memory for the
+activations between two layers. Past `_IN_MEMORY` bytes, or a quarter of the memory that a limit
+leaves, they go to temporary files.
 
 Where the network cannot be traced, or a layer runs more than once, every layer costs one pass of
 both networks. The pass stops as soon as the layer is reached.

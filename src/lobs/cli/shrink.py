@@ -36,17 +36,13 @@ def shrink(
     distinct(target, "--out", file_of(network))
     announce(target, json)
 
+    from lobs.cli.export_ import take
     from lobs.cli.subject import open_subject
     from lobs.deploy.shrink import shrink as run
-    from lobs.errors import LobsError
     from lobs.storage import checkpoint
 
     subject = open_subject(network, trust=trust, network=code)
-    batch = subject.first()
-    example = batch[0] if isinstance(batch, tuple | list) else batch
-    if isinstance(example, dict):
-        raise LobsError("cannot shrink a network that is called with keyword arguments.")
-    smaller, report = run(subject.model, example[:1])
+    smaller, report = run(subject.model, [take(subject.first(), 1)])
     before, after = subject.measure(subject.model), subject.measure(smaller)
     facts = {"shrinkage": asdict(report), "before": before, "after": after}
     checkpoint.save(smaller, target, record={"network": subject.network, "shrunk": True, **facts})

@@ -9,7 +9,7 @@ from torch import nn
 from lobs.errors import TargetError
 from lobs.layers import Layer
 from lobs.pruning.forecast import network_bytes
-from lobs.solvers.problem import check_finite
+from lobs.solvers.checks import check_finite
 from lobs.targets import Budget, Pattern, Sparsity, Target, check_names, for_layer, removable
 
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import islice
-from threading import Event, Thread
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,12 +13,10 @@ from lobs._system import context, memory
 from lobs._system.distributed import process_group
 from lobs._system.memory import spelled
 from lobs.calibration.batch_norm import find_norms
-from lobs.calibration.collect import collect_moments
-from lobs.calibration.forward import length
-from lobs.calibration.moments import weighed
 from lobs.calibration.on_demand import moment_bytes, passes
 from lobs.errors import LobsError
-from lobs.layers import Layer, watching
+from lobs.layers import Layer
+from lobs.pruning.probe import Probe, probed
 from lobs.pruning.refit.gauss_newton import PASSES
 from lobs.pruning.refit.joint import Refit, effort
 from lobs.pruning.refit.split import SMALL
@@ -164,7 +157,7 @@ def forecast(
         solver: the solver, which is asked for its time and memory.
         load: what the run does.
     """
-    probe = _probed(model, batches, layers)
+    probe = probed(model, batches, layers)
     # Measuring the influence keeps activations that a forward pass drops.
     activations = (3 if load.shared else 1) * probe.bytes
     fixed = memory.resident() + network_bytes(model) + activations
@@ -261,7 +254,7 @@ def _stages(
     layers: Sequence[Layer],
     solver: Solver,
     load: Workload,
-    probe: _Probe,
+    probe: Probe,
     groups: int,
 ) -> Iterator[Stage]:
     forward = probe.forward
@@ -287,7 +280,7 @@ def _stages(
         yield Stage("measure", 2, 2 * forward)
 
 
-def _refitting(probe: _Probe, layers: Sequence[Layer], load: Workload) -> Iterator[Stage]:
+def _refitting(probe: Probe, layers: Sequence[Layer], load: Workload) -> Iterator[Stage]:
     """Predict the joint refit. The number of weights left comes from the target if it tells."""
     left = 0.0
     for layer in layers:
@@ -308,87 +301,3 @@ def _refitting(probe: _Probe, layers: Sequence[Layer], load: Workload) -> Iterat
     calls = PASSES * read * probe.batches / max(1, probe.samples)
     seconds = PASSES * read * probe.madds * COSTS.product / 1e9 + calls * _CALL
     yield Stage("refit", -(-read // max(1, probe.samples)), seconds)
-
-
-@dataclass(frozen=True)
-class _Probe:
-    """What one batch tells of a pass over the data.
-
-    Args:
-        forward: seconds of all batches forward.
-        products: seconds of the products of all moments in one network.
-        paired: seconds of these products in two networks.
-        bytes: bytes of a batch's activations.
-        batches: number of batches.
-        samples: number of samples.
-        outputs: numbers that the network returns for one sample.
-        madds: multiply-adds of the layers for one sample.
-    """
-
-    forward: float
-    products: float
-    paired: float
-    bytes: int
-    batches: int
-    samples: int
-    outputs: float
-    madds: float
-
-
-def _probed(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) -> _Probe:
-    """Run the network on the first batch and take the others to be like it."""
-    first = list(islice(batches, 1))  # empty on a process without data
-    for _ in range(2):  # the first time also loads and compiles
-        began = time.perf_counter()
-        with _peak_memory() as peak:
-            before = memory.resident()
-            with watching(layer.on_input(partial(_first_patches, layer)) for layer in layers):
-                seen = collect_moments(model, first, layers, counts_only=True)
-        took = time.perf_counter() - began
-    count = max(process_group().all_gather(length(batches) or sum(1 for _ in batches)))
-    madds = paired = 0
-    for layer in layers:
-        vectors, d = seen.count(layer.name) * layer.groups, layer.columns + 1
-        madds += vectors * d**2
-        paired += vectors * d * (d + (2 * layer.rows if weighed(layer) else d))
-    unit = count * COSTS.product / 1e9
-    each = max(1, seen.samples)
-    uses = sum(
-        seen.count(layer.name) * layer.uses_per_patch * layer.weight.numel() for layer in layers
-    )
-    return _Probe(
-        forward=count * took,
-        products=unit * madds,
-        paired=unit * paired,
-        bytes=max(0, peak[0] - before),
-        batches=count,
-        samples=count * seen.samples,
-        outputs=sum(map(sum, seen.outputs)) / each,
-        madds=uses / each,
-    )
-
-
-def _first_patches(layer: Layer, x: Tensor) -> None:
-    """Unfold the first patches of an input, so that their memory is counted."""
-    next(layer.patches(x.detach()), None)
-
-
-@contextmanager
-def _peak_memory() -> Iterator[list[int]]:
-    """Yield a list whose entry becomes the most memory resident while this block runs.
-
-    The process's own record may be an older peak.
-    """
-    most, done = [0], Event()
-
-    def look() -> None:
-        while not done.wait(0.002):
-            most[0] = max(most[0], memory.resident())
-
-    watcher = Thread(target=look, daemon=True)
-    watcher.start()
-    try:
-        yield most
-    finally:
-        done.set()
-        watcher.join()

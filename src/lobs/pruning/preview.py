@@ -16,7 +16,7 @@ STOPS = 140
 _LOWEST = 1e-3  # smallest kept fraction; below it little is left of any network
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BudgetPreview:
     """A table of budgets, from few weights removed to nearly all. Stop `at` is the budget that ran.
 
@@ -33,6 +33,9 @@ class BudgetPreview:
     change: tuple[float, ...]
     at: int
     priced: bool = False
+
+    def __repr__(self) -> str:
+        return f"BudgetPreview({len(self.totals)} layers, {len(self.change)} stops, at={self.at})"
 
     def __post_init__(self) -> None:
         stops = len(self.change)

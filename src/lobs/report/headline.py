@@ -117,7 +117,8 @@ class Facts:
     def change(self) -> str:
         """Return the change of the run's quality in a few words, for a table."""
         if self.mistakes is not None:
-            return f"{self.mistakes:+,} in {_MANY:,}".replace("-", "−")
+            sign = "±" if not self.mistakes else "+" if self.mistakes > 0 else "−"
+            return f"{sign}{abs(self.mistakes):,} in {_MANY:,}"
         if self.agreement is not None:
             return f"{percent(self.agreement[0] / self.agreement[1])} same answers"
         certificate = self.run.pruning.certificate

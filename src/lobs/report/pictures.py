@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LARGEST = 112  # pixels of a side; larger pictures are averaged down
 _TILES, _CHANNELS = 192, 12
 _REMOVED = -128
+_NEARLY_ALL = 0.98  # of the pixels
 
 
 class _ReachedError(LobsError):
@@ -92,7 +93,10 @@ def _reads(layer: Layer, x: Tensor, image: Tensor, counts: Tensor) -> Tensor | N
 
 
 def pixels(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """Return the mean input and, for every run with a network, the pixels that are still read."""
+    """Return the mean input and, for every run with a network, the pixels that are still read.
+
+    Return None if there is no picture, or if every run reads nearly all pixels.
+    """
     drawn: list[dict[str, Any]] = []
     mean: Tensor | None = None
     for run in runs:
@@ -105,8 +109,8 @@ def pixels(runs: Sequence[Run]) -> dict[str, Any] | None:
             continue
         mean = example.detach().float().mean(dim=(0, 1)) if mean is None else mean
         drawn.append(_picture(run, share))
-    if mean is None:
-        return None
+    if mean is None or all(picture["read"] > _NEARLY_ALL * picture["of"] for picture in drawn):
+        return None  # a picture in one colour shows nothing
     small = _shrunk(mean)
     span = float(small.max() - small.min()) or 1.0
     return {
@@ -119,11 +123,12 @@ def pixels(runs: Sequence[Run]) -> dict[str, Any] | None:
 def _picture(run: Run, share: Tensor) -> dict[str, Any]:
     reachable = ~share.isnan()
     read = int((share > 0).sum())
-    words = f"{read:,} of {int(reachable.sum()):,} pixels are still read"
+    of = int(reachable.sum())
+    words = f"{read:,} of {of:,} pixels are still read"
     small = _shrunk(share.nan_to_num(0.0))
     # A pixel that is still read must not round to zero.
     levels = torch.where(small > 0, (255 * small).clamp(1, 255), torch.zeros_like(small))
-    return {"label": run.label, "read": read, "words": words, "share": _bytes(levels)}
+    return {"label": run.label, "read": read, "of": of, "words": words, "share": _bytes(levels)}
 
 
 def _shrunk(picture: Tensor) -> Tensor:

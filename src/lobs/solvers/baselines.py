@@ -15,7 +15,7 @@ from lobs.solvers.masks import choose_count, mask_from_order, removal_order
 from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, finish
-from lobs.targets import Target
+from lobs.targets import Pattern, Target
 
 _SCORES: dict[str, Callable[[Problem], Tensor]] = {
     "magnitude": scores.magnitude,
@@ -68,9 +68,9 @@ class Scored:
         shape = tuple(problem.weight.shape)
         order = removal_order(values, problem.protected)
         weight = problem.weight.to(torch.float64)
-        pattern = pattern_solver(target)
-        if pattern is not None and pattern.mask_by_score is not None:
-            return finish(problem, weight, pattern.mask_by_score(problem, target, values))
+        by_score = pattern_solver(target).mask_by_score if isinstance(target, Pattern) else None
+        if by_score is not None:
+            return finish(problem, weight, by_score(problem, target, values))
 
         def solution_at(count: int) -> Solution:
             return finish(problem, weight, mask_from_order(order, count, shape))

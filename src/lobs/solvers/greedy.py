@@ -22,7 +22,7 @@ from lobs.solvers.metric import Metric
 from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
-from lobs.targets import ErrorBudget, Target
+from lobs.targets import ErrorBudget, Pattern, Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,9 +113,8 @@ class GreedyOBS:
 
     def seconds(self, shape: ProblemShape) -> float:
         """Estimate the time of a sweep, or of the pattern's own solver, on two cores."""
-        pattern = pattern_solver(shape.target)
-        if pattern is not None:
-            return pattern.seconds(shape)
+        if isinstance(shape.target, Pattern):
+            return pattern_solver(shape.target).seconds(shape)
         return COSTS.greedy * (shape.groups * shape.rows) * shape.columns**3 / 3e9
 
     def bytes(self, shape: ProblemShape) -> int:
@@ -138,9 +137,8 @@ class GreedyOBS:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Return the solution; patterns go to their own solvers."""
-        pattern = pattern_solver(target)
-        if pattern is not None:
-            return pattern.solve(problem, target, self.backend)
+        if isinstance(target, Pattern):
+            return pattern_solver(target).solve(problem, target, self.backend)
         return self.path(problem).solve(target)
 
     def _sweep(self, problem: Problem, metric: Metric, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ Rows are output units. They share Ψ. A grouped layer has one Ψ per group and w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,16 +15,15 @@ import torch
 from torch import Tensor
 
 from lobs._system.context import Context
-from lobs.errors import ProblemError
+from lobs.solvers.checks import check_problem
 from lobs.solvers.costs import ProblemShape
-from lobs.solvers.linalg import largest_entry, strip_size
+from lobs.solvers.linalg import strip_size
 from lobs.solvers.metric import Metric, metrics
 from lobs.solvers.solution import Solution
 from lobs.targets import Target
 
 # Measured relative error of Ψ's entries, which are sums of float32 products.
 _ROUNDING = 1e-6
-_ASYMMETRY = 1e-4  # largest |Ψ − Ψᵀ| allowed, relative to Ψ's largest entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,105 +78,12 @@ class Problem:
             tensor = getattr(self, part)
             if isinstance(tensor, Tensor):
                 object.__setattr__(self, part, tensor.detach())
-        self._check_shapes()
-        for what, tensor in (("weight", self.weight), ("moment", self.moment)):
-            check_finite(self.name, what, tensor)
-        self._check_extras()
-        self._check_moment()
-        if not math.isfinite(sum(_bounded_energies(self.weight, None, self.moment))):
-            raise ProblemError(
-                f"{self.name}: its output energy exceeds float64: weights reach "
-                f"{largest_entry(self.weight):.1e}, Ψ {largest_entry(self.moment):.1e}. "
-                "Scale the inputs down."
-            )
+        check_problem(self)
 
     def __repr__(self) -> str:
         size = "×".join(map(str, self.weight.shape))
         kind = str(self.weight.dtype).removeprefix("torch.")
         return f"Problem({self.name}: {size} {kind}, samples={self.samples})"
-
-    def _check_shapes(self) -> None:
-        w, psi = self.weight, self.moment
-        for what, tensor in (("weight", w), ("moment", psi)):
-            if not isinstance(tensor, Tensor) or tensor.is_meta:
-                meta = isinstance(tensor, Tensor)
-                kind = "on the meta device" if meta else f"a {type(tensor).__name__}"
-                raise ProblemError(
-                    f"{self.name}: {what} is {kind}; give a tensor that holds numbers."
-                )
-        if w.dim() not in (2, 3) or psi.dim() != w.dim():
-            raise ProblemError(
-                f"{self.name}: weight {tuple(w.shape)} and moment {tuple(psi.shape)} must be "
-                "(rows, columns) and (columns, columns), or both with a leading group dimension."
-            )
-        wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
-        if tuple(psi.shape) != wanted:
-            raise ProblemError(
-                f"{self.name}: moment has shape {tuple(psi.shape)}, weight asks for {wanted}."
-            )
-        if w.shape[-1] == 0 or (w.dim() == 3 and w.shape[0] == 0):
-            raise ProblemError(
-                f"{self.name}: weight {tuple(w.shape)} has no columns, or no groups."
-            )
-        if not w.is_floating_point() or not psi.is_floating_point():
-            raise ProblemError(
-                f"{self.name}: weight and moment must be floating point, not {w.dtype}, "
-                f"{psi.dtype}."
-            )
-
-    def _check_extras(self) -> None:
-        """Refuse bad optional parts: a NaN among scores would decide silently."""
-        w = self.weight
-        sizes = {
-            "row_weight": w[..., 0].numel(),
-            "curvature": w.numel(),
-            "mean": w[..., 0, :].numel() if w.shape[-2] else None,
-        }
-        for what, size in sizes.items():
-            tensor = getattr(self, what)
-            if tensor is None:
-                continue
-            if size is not None and tensor.numel() != size:
-                raise ProblemError(
-                    f"{self.name}: {what} has {tensor.numel()} entries, the weight asks for {size}."
-                )
-            low = float("-inf") if what == "mean" else 0.0
-            bad = int((~(torch.isfinite(tensor) & (tensor >= low))).sum())
-            if bad:
-                fault = "NaN or infinite" if what == "mean" else "NaN, infinite or negative"
-                raise ProblemError(
-                    f"{self.name}: {what} has {bad} {fault} entries; it must be finite. "
-                    "Leave it out, or correct it."
-                )
-        if self.curvature is not None and self.curvature.shape != w.shape:
-            raise ProblemError(
-                f"{self.name}: curvature has shape {tuple(self.curvature.shape)}, weight "
-                f"{tuple(w.shape)}."
-            )
-        if self.damping is not None and not (self.damping >= 0 and math.isfinite(self.damping)):
-            raise ProblemError(
-                f"{self.name}: damping is {self.damping:g}; it must be finite and not negative."
-            )
-        free = w.shape[-1] - self.protected
-        if self.positions < 1 or free % self.positions:
-            raise ProblemError(
-                f"{self.name}: {free} columns are not whole channels of {self.positions} positions "
-                "each."
-            )
-
-    def _check_moment(self) -> None:
-        psi = self.moment
-        if psi.numel() == 0:
-            return
-        if float(psi.diagonal(dim1=-2, dim2=-1).min()) < 0:
-            raise ProblemError(
-                f"{self.name}: Ψ has a negative diagonal; it must be a mean of outer products."
-            )
-        most, step = _ASYMMETRY * largest_entry(psi), strip_size(psi.shape[-1])
-        for start in range(0, psi.shape[-1], step):
-            strip = slice(start, start + step)
-            if float((psi[..., strip, :] - psi[..., :, strip].mT).abs().amax()) > most:
-                raise ProblemError(f"{self.name}: Ψ is not symmetric. Pass Y Yᵀ / n.")
 
     @property
     def shape(self) -> ProblemShape:
@@ -277,7 +182,7 @@ class Problem:
         Entries of Ψ are right to 1e-6 · √(Ψ_ii Ψ_jj), as measured. So E is right to
         1e-6 · Σ_rows (Σ_i |δ_i| √Ψ_ii)².
         """
-        return _ROUNDING * sum(_bounded_energies(self._in_units(weight), self.weight, self.moment))
+        return _ROUNDING * self._collinear_energy(self._in_units(weight), self.weight)
 
     def largest_error_of(self, weight: Tensor) -> float:
         """Return E of the layer's own weights plus what rounding may hide, for bounds."""
@@ -290,6 +195,18 @@ class Problem:
         most = torch.finfo(self.own_type).max
         weight = solution.weight.div_(self.units).clamp_(-most, most).to(self.own_type)
         return replace(solution, weight=weight, error=self.own_error_of(weight))
+
+    @property
+    def largest_energy(self) -> float:
+        """Upper bound of `energy`: its value if all inputs were collinear."""
+        return self._collinear_energy(self.weight, None)
+
+    def _collinear_energy(self, weight: Tensor, other: Tensor | None) -> float:
+        """Return Σ_rows (Σ_i |δ_i| √Ψ_ii)²: what E would be if all inputs were collinear."""
+        energy = self.moment.diagonal(dim1=-2, dim2=-1).to(torch.float64)
+        size = energy.clamp_min(0.0).sqrt().unsqueeze(-1)
+        deltas = _differences(weight, other)
+        return sum(float((delta.abs() @ size).square().sum()) for delta in deltas)
 
     def _in_units(self, weight: Tensor) -> Tensor:
         return weight if self.units is None else weight.to(self.weight.dtype) * self.units
@@ -317,29 +234,6 @@ def _differences(weight: Tensor, other: Tensor | None) -> Iterator[Tensor]:
         return
     for some, less in zip(rows, torch.split(other, step, dim=-2), strict=True):
         yield some.to(torch.float64) - less.to(torch.float64)
-
-
-def _bounded_energies(weight: Tensor, other: Tensor | None, moment: Tensor) -> Iterator[float]:
-    """Yield Σ_rows (Σ_i |δ_i| √Ψ_ii)² by strips: what E would be if all inputs were collinear."""
-    energy = moment.diagonal(dim1=-2, dim2=-1).to(torch.float64)
-    size = energy.clamp_min(0.0).sqrt().unsqueeze(-1)
-    for delta in _differences(weight, other):
-        yield float((delta.abs() @ size).square().sum())
-
-
-def check_finite(name: str, what: str, tensor: Tensor) -> None:
-    """Refuse NaN and infinities.
-
-    Args:
-        name: the layer's name in the message.
-        what: what the tensor is, in the message.
-        tensor: the tensor to check.
-    """
-    if largest_entry(tensor) == math.inf:
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise ProblemError(
-            f"{name}: {what} has {bad} NaN or infinite entries. Check the network first."
-        )
 
 
 @runtime_checkable

@@ -78,9 +78,8 @@ class Refine:
 
 def search_seconds(shape: ProblemShape) -> float:
     """Estimate the time of a support by ADMM with swaps and least squares, or of the pattern."""
-    pattern = pattern_solver(shape.target)
-    if pattern is not None:
-        return pattern.seconds(shape)
+    if isinstance(shape.target, Pattern):
+        return pattern_solver(shape.target).seconds(shape)
     if not shape.context.affords(ADMM().search_bytes(shape)):
         return ColumnSweep().seconds(shape)
     return 2 * ADMM().seconds(shape)

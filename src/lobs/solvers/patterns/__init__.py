@@ -17,7 +17,7 @@ from lobs.solvers.costs import ProblemShape
 from lobs.solvers.kernels import Backend
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
-from lobs.targets import Pattern, Target
+from lobs.targets import Pattern
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class PatternSolver:
     mask_by_score: Callable[[Problem, Any, Tensor], Tensor] | None = None
 
 
-def pattern_solver(target: Target | None) -> PatternSolver | None:
-    """Return what solves a pattern; None for targets that are none."""
-    if not isinstance(target, Pattern):
-        return None
+def pattern_solver(target: Pattern) -> PatternSolver:
+    """Return what solves a pattern."""
     solver: PatternSolver = import_module(target.solved_by).SOLVER
     return solver
