@@ -80,7 +80,7 @@ audit: $(READY)
 	rm -f audit.log
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.exact_speed
+	$(BIN)/python -m benchmarks.greedy_speed
 	$(BIN)/python -m benchmarks.calibration_cost
 	$(BIN)/python -m benchmarks.lenet_accuracy
 	$(BIN)/python -m benchmarks.file_size

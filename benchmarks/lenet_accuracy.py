@@ -43,11 +43,12 @@ def main() -> None:
         default=["layers", "default"],
         help="for the budgets: layers, network, default",
     )
-    parser.add_argument("--samples", type=int, help="calibrate on so many images instead of 60,000")
+    parser.add_argument(
+        "--samples", type=int, help="number of calibration images; all 60,000 by default"
+    )
     given = parser.parse_args()
-    warnings.simplefilter(
-        "ignore", NumericalWarning
-    )  # MNIST's border pixels are dead: Ψ of the first layer is singular
+    # MNIST's border pixels are dead: Ψ of the first layer is singular.
+    warnings.simplefilter("ignore", NumericalWarning)
     train, test = mnist.load("train").batches(500, given.samples), mnist.load("test").batches()
     for name in given.network:
         entry, model = zoo.entry(name), zoo.trained(name, given.checkpoint)
@@ -68,7 +69,7 @@ def main() -> None:
                 errors = " / ".join(f"{row.error:.3g}" for row in result.layers)
                 certificate = result.certificate
                 print(
-                    f"| {solver} | {inputs} | {result.kept / result.total:.2%} | "
+                    f"| {solver} | {inputs} | {result.kept_fraction:.2%} | "
                     f"{error_rate(result.model, test):.2f} "
                     f"| {errors} | {certificate.bound:.4g} | {certificate.measured:.3g} | "
                     f"{result.seconds:.1f} |",

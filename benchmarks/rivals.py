@@ -133,7 +133,7 @@ def check_costs(folder: Path | None) -> None:
     The swaps are measured at 50 and 90 %.
     """
     print(
-        "| layer | rows×columns | exact, s | predicted | ADMM, s | predicted | start by ε | by "
+        "| layer | rows×columns | greedy, s | predicted | ADMM, s | predicted | start by ε | by "
         "rule | round, s | predicted |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -143,16 +143,16 @@ def check_costs(folder: Path | None) -> None:
         greedy, directions = (s.seconds(problem.shape) for s in (GreedyOBS(), ADMM()))
         if greedy > 60:
             continue
-        _, exact = timed(lambda p=problem: GreedyOBS().path(p), 1)  # type: ignore[misc]
+        _, took = timed(lambda p=problem: GreedyOBS().path(p), 1)  # type: ignore[misc]
         _, admms = timed(lambda p=problem: ADMM().support(p, p.prunable // 2), 2)  # type: ignore[misc]
         rounds = [_round(problem, sparsity) for sparsity in (0.5, 0.9)]
         auto = Auto()
-        right = "exact" if exact <= auto.patience * admms else "ADMM"
+        right = "greedy" if took <= auto.patience * admms else "ADMM"
         print(
-            f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {exact:.3f} | {greedy:.3f} | "
+            f"| {name} | {weight.shape[0]}×{weight.shape[1]} | {took:.3f} | {greedy:.3f} | "
             f"{admms:.3f} | {directions:.3f} "
             f"| {type(auto.start(problem)).__name__} | {right} "
-            f"| {' / '.join(f'{took:.3f}' for took, _ in rounds)} | "
+            f"| {' / '.join(f'{seconds:.3f}' for seconds, _ in rounds)} | "
             f"{' / '.join(f'{guess:.3f}' for _, guess in rounds)} |",
             flush=True,
         )

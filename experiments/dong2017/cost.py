@@ -1,9 +1,10 @@
-"""AlexNet and VGG-16 at real size: time and peak memory of calibration and solve, against the paper's 2.9 and 10.2 hours on 48 CPUs.
+"""Measure time and peak memory on AlexNet and VGG-16 at real size.
 
-Cost does not depend on the weights, so seeded random ones serve where no checkpoint lies in the
-data folder; errors are then not reported. Every layer keeps the same fraction, otherwise the
-defaults. VGG-16's first fully-connected layer has 25,088 inputs: Ψ alone is 5 GB in double
-precision, so it is kept once, in single (`lobs.calibration.wide`).
+The paper took 2.9 and 10.2 hours on 48 CPUs. Cost does not depend on the weights. Without a
+checkpoint in the data folder, seeded random weights are used and errors are not reported. Every
+layer keeps the same fraction; all else is default. VGG-16's first fully-connected layer has 25,088
+inputs. Its Ψ takes 5 GB in double precision, so one single-precision copy is kept
+(`lobs.calibration.wide`).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from lobs.errors import LobsError
 from lobs.zoo.datasets import imagenet
 
 KEPT = {"alexnet": 0.11, "vgg16": 0.075}
-# An image of VGG-16 costs some 60 G multiply-adds to calibrate on, of AlexNet 3.
+# Calibration takes 60 G multiply-adds per image on VGG-16, and 3 on AlexNet.
 IMAGES = {"alexnet": 1000, "vgg16": 100}
 PAPER_HOURS = {"alexnet": 2.9, "vgg16": 10.2}
 
 
 def names() -> list[str]:
-    """One row a network."""
+    """Return one row per network."""
     return [f"cost/{name}" for name in KEPT]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """The chosen rows."""
+    """Run the chosen rows."""
     done = []
     for name in rows:
         command = f"python -m experiments.dong2017 --data FOLDER cost --rows {name}" + (
@@ -51,7 +52,7 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
         model, weights = zoo.fresh(name, lab.seed).eval(), "seeded random"
     images = lab.few(IMAGES[name], 4)
     data = imagenet.load("train", batch_size=25).batches(25, limit=images)
-    # In the quick version only the first convolution: the fully-connected layers take gigabytes.
+    # The quick version prunes the first convolution only: fully-connected layers take gigabytes.
     only = (
         [n for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d)][:1]
         if lab.quick

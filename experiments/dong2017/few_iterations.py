@@ -1,4 +1,4 @@
-"""Error against training iterations at the smallest fractions of Table 1, drawn from its result files."""
+"""Draw error against training iterations at the smallest fractions of Table 1."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab
 
-# By network: what the paper reaches above its dense error, in how many iterations; DNS's
-# iterations; rows by their title.
+# By network: the paper's distance to its dense error, its iterations, and those of DNS.
 CLAIMS = {"lenet300": (0.20, 643, 34_000), "lenet5": (0.39, 841, 47_000)}
 ROWS = {
     "lenet300": {
@@ -30,7 +29,10 @@ _LAST = 1000
 
 
 def history(found: dict[str, Any]) -> list[tuple[int, float]]:
-    """(iteration, error) pairs over all stages of a row, with iterations counted from the first."""
+    """Return (iteration, error) pairs over all stages of a row.
+
+    Iterations are counted from the first stage.
+    """
     points: list[tuple[int, float]] = []
     start = 0
     for stage in found.get("stages", [found]):
@@ -40,21 +42,24 @@ def history(found: dict[str, Any]) -> list[tuple[int, float]]:
 
 
 def needed(found: dict[str, Any], wanted: float) -> int | None:
-    """The first iteration of a row's last stage at which its error is no more than wanted; None where it never is."""
+    """Return the first iteration of a row's last stage with an error of at most `wanted`.
+
+    None means that the error is never so small.
+    """
     last = found.get("stages", [found])[-1]
     start = found["iterations"] - last["iterations"]
     return next((start + int(point[0]) for point in last["history"] if point[1] <= wanted), None)
 
 
 def draw(lab: Lab, network: str) -> None:
-    """One picture a network that has such rows."""
+    """Draw one network's picture from its result files."""
     found = {
         t: r
         for t, row in ROWS.get(network, {}).items()
         if (r := lab.found(f"table1/{network}/{row}")) is not None
     }
     curves = {title: tuple(zip(*history(row), strict=True)) for title, row in found.items()}
-    # Rows that run for longer are told of in words; here they would hide what the others do.
+    # Longer rows would hide the others; the page describes them in words.
     curves = {title: curve for title, curve in curves.items() if curve[0][-1] <= _LAST}
     if curves:
         extra, _, _ = CLAIMS[network]

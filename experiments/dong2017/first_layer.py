@@ -1,4 +1,7 @@
-"""LeNet-300-100, first layer alone, pruned to the end: accuracy every 100 deletions, and the pruning inflection point."""
+"""Prune the first layer of LeNet-300-100 alone, to the end.
+
+Accuracy is measured every 100 deletions. The pruning inflection point is reported.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ METHODS = {
 
 
 def names() -> list[str]:
-    """One curve a criterion."""
+    """Return one curve per criterion."""
     return [f"first-layer/{short}" for short in METHODS.values()]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """Every chosen curve, then the picture of all that there are."""
+    """Run the chosen curves and draw all that have a result."""
     done = []
     for short in (s for s in METHODS.values() if f"first-layer/{s}" in rows):
         command = f"python -m experiments.dong2017 first-layer --rows first-layer/{short}" + (
@@ -45,7 +48,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
 
 
 def fc1(lab: Lab) -> tuple[Subject, Problem]:
-    """The first layer's problem, on all training images."""
+    """Return the network and its first layer's problem, on all training images."""
     who = subject("lenet300")
     layer = find_layers(who.model, "fc1")[0]
     moments = collect_moments(who.model, who.calibration(lab), ["fc1"])["fc1"]
@@ -53,7 +56,7 @@ def fc1(lab: Lab) -> tuple[Subject, Problem]:
 
 
 def curve(lab: Lab, method: str) -> dict[str, Any]:
-    """Accuracy against the number of first-layer weights removed."""
+    """Measure accuracy against the number of first-layer weights removed."""
     who, problem = fc1(lab)
     every = lab.few(2000 if method == "greedy" else 100, 12_000)
     counts = [*range(0, problem.prunable, every), problem.prunable]
@@ -98,7 +101,10 @@ def _greedy(problem: Problem, counts: list[int]) -> Any:
 
 
 def _incremental(problem: Problem, method: str, counts: list[int], seed: int) -> Any:
-    """The weights after each count, deleting one by one; L-OBS also moves the rest of the row with its fixed inverse."""
+    """Yield the weights after each count, deleting one by one.
+
+    L-OBS also moves the rest of the row with its fixed inverse.
+    """
     weight, _ = problem.groups[0]
     rows, d = weight.shape
     metric = problem.damped_metrics(first=1e-4)[0]

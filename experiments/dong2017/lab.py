@@ -1,4 +1,4 @@
-"""What every experiment shares: the network with its data, results kept as JSON, and the recipe of light retraining."""
+"""Share networks, data, result files and the light retraining among all experiments."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from lobs.zoo.datasets.labelled import LabelledImages
 from lobs.zoo.training import error_rate
 
 HERE = Path(__file__).parent
-# Training images for calibration. A convolution sees each in tens to hundreds of patches, so that
-# fewer do.
+# Training images for calibration. A convolution sees many patches of each, so it needs fewer.
 CALIBRATION = {"lenet300": 60_000, "lenet5": 10_000, "cifarnet": 20_000, "cifarnet-wide": 20_000}
 
 
 @dataclass(frozen=True)
 class Lab:
-    """How to run: in small or for real, where results go, with which seed."""
+    """Hold the settings of a run: its size, its folder and its seed."""
 
     out: Path
     quick: bool = False
@@ -40,26 +39,29 @@ class Lab:
     say: Callable[[str], None] = lambda _: None
 
     def few(self, real: int, quick: int) -> int:
-        """A size that is smaller in the quick version."""
+        """Return `quick` in the quick version, else `real`."""
         return quick if self.quick else real
 
     def path(self, name: str) -> Path:
-        """Where a result lies."""
+        """Return a result's path."""
         return self.out / "results" / f"{name.replace('/', '-')}.json"
 
     def picture(self, name: str) -> Path:
-        """Where a picture goes."""
+        """Return a picture's path and make its folder."""
         folder = self.out / "pictures"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.png"
 
     def found(self, name: str) -> dict[str, Any] | None:
-        """A result that lies there already."""
+        """Return a result that has a file, else None."""
         path = self.path(name)
         return json.loads(path.read_text()) if path.is_file() else None
 
     def result(self, name: str, work: Callable[[], dict[str, Any]], command: str) -> dict[str, Any]:
-        """A result from its file, if that has the same seed and size, or by doing the work, timed, and writing the file."""
+        """Return a result from its file, or do the work, timed, and write the file.
+
+        A file of another seed or size is not used.
+        """
         path, before = self.path(name), self.found(name)
         if (
             before is not None
@@ -76,14 +78,14 @@ class Lab:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        os.replace(partial, path)  # whole or not at all
+        os.replace(partial, path)  # never a half-written file
         self.say(f"{name}: {seconds:.0f} s")
         return found
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A zoo network with the data to calibrate, train and test it on."""
+    """Hold a zoo network with the data to calibrate, train and test it."""
 
     name: str
     model: nn.Module
@@ -91,7 +93,7 @@ class Subject:
     test: list[tuple[torch.Tensor, torch.Tensor]]
 
     def error(self, model: nn.Module) -> float:
-        """Test error in percent."""
+        """Return the test error in percent."""
         return error_rate(model, self.test)
 
     def score(self, model: nn.Module) -> float:
@@ -99,17 +101,17 @@ class Subject:
         return -self.error(model)
 
     def calibration(self, lab: Lab) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """As many training images as `CALIBRATION` says, or the first 2,000 in the quick version."""
+        """Return `CALIBRATION` training images, or the first 2,000 in the quick version."""
         return self.train.batches(1000, limit=lab.few(CALIBRATION[self.name], 2000))
 
     def shuffled(self, batch_size: int) -> Shuffled:
-        """The training images in random order."""
+        """Return the training images in random order."""
         return Shuffled(self.train.images, self.train.labels, batch_size)
 
 
 @cache
 def subject(name: str) -> Subject:
-    """Open a network that is trained on images that fit into memory."""
+    """Open a network whose images fit into memory."""
     data = zoo.entry(name).data
     train, test = sets.load(data, "train"), sets.load(data, "test")
     assert isinstance(train, LabelledImages) and isinstance(test, LabelledImages)
@@ -117,8 +119,7 @@ def subject(name: str) -> Subject:
 
 
 LIGHT_BATCH = 512
-# LeNet-300-100's chosen on a network trained on 55,000 images by its error on the other 5,000; the
-# others take the same (README.md).
+# LeNet-300-100's rate was chosen on held-out training images (tuning.py). The others take the same.
 LIGHT_RATES = {"lenet300": 2e-3, "lenet5": 2e-3, "cifarnet": 2e-3, "cifarnet-wide": 2e-3}
 STAGED_RATES = {"lenet300": 5e-3, "lenet5": 5e-3, "cifarnet": 2e-3}
 
@@ -144,7 +145,10 @@ def stage_row(stage: StageResult) -> dict[str, Any]:
 def light(
     who: Subject, model: nn.Module, masks: Any, iterations: int, seed: int, every: int = 50
 ) -> Retraining:
-    """Light retraining: Adam with a cosine rate, batches of 512, learning the dense network's outputs; no labels."""
+    """Retrain lightly: Adam with a cosine rate, batches of 512, no labels.
+
+    The network learns the dense network's outputs.
+    """
     return retrain(
         model,
         masks,
@@ -160,7 +164,7 @@ def light(
 def light_settings(
     who: Subject, seed: int, rates: dict[str, float] = LIGHT_RATES
 ) -> dict[str, Any]:
-    """The arguments of `retrain` that make it light."""
+    """Return the options of `retrain` that make it light."""
     rate = rates[who.name]
     return {
         "optimizer": lambda parameters: torch.optim.Adam(parameters, rate),

@@ -1,12 +1,11 @@
-"""Net-Trim (Aghasi et al. 2017): the sparsest layer in the sense of ℓ₁ that still gives nearly the same ReLU outputs.
+"""Solve Net-Trim (Aghasi et al. 2017): small ℓ₁ norm, nearly the same ReLU outputs.
 
-    min ‖V‖₁   subject to   ‖(V X − Y)_Ω‖_F ≤ ξ ‖Y‖_F,   (V X)_Ωᶜ ≤ 0,          Y = max(W X, 0),  Ω
-    = {Y > 0}
+    min ‖V‖₁  subject to  ‖(V X − Y)_Ω‖_F ≤ ξ ‖Y‖_F  and  (V X)_Ωᶜ ≤ 0,
+    where Y = max(W X, 0) and Ω = {Y > 0}
 
-is the convex form of ‖max(V X, 0) − Y‖_F ≤ ξ‖Y‖_F. It needs the samples themselves, not only their
-moment, so it stands beside the solvers of `SOLVERS` and not among them. Solved by ADMM on the
-splitting U = V, Z = V X: every step is a product with X, one prefactored solve of a columns ×
-columns matrix, a soft threshold and a projection.
+This is the convex form of ‖max(V X, 0) − Y‖_F ≤ ξ‖Y‖_F. It needs the samples, not only their
+moment, so it is no solver of `SOLVERS`. ADMM solves it on the splitting U = V, Z = V X. Every step
+takes a product with X, a prefactored solve, a soft threshold and a projection.
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ _BALANCE_EVERY = 25  # iterations between adjustments of the penalty
 
 @dataclass(frozen=True, eq=False)
 class NetTrim:
-    """The program's answer: sparse weights, their mask, the relative error of the ReLU outputs, and how ADMM ended."""
+    """Hold sparse weights, their mask and the relative error of the ReLU outputs.
+
+    `iterations` and `converged` say how ADMM ended.
+    """
 
     weight: Tensor
     mask: Tensor
@@ -46,15 +48,15 @@ def net_trim(
 ) -> NetTrim:
     """Solve Net-Trim's convex program for one fully-connected layer followed by ReLU.
 
+    A step takes 4·rows·columns·samples multiply-adds. Memory is three matrices of outputs and X.
+
     Args:
         weight: W, (rows, columns).
         inputs: X, (columns, samples); with `bias_column` its last row is the constant 1.
         xi: allowed error relative to ‖Y‖_F.
         bias_column: leave the last column out of ‖V‖₁, free to move.
-        iterations: the most ADMM steps.
-        tolerance: stop when primal and dual residuals are this small, relatively.
-
-    Time 4·rows·columns·samples multiply-adds a step; memory of three matrices of outputs beside X.
+        iterations: largest number of ADMM steps.
+        tolerance: stop when the relative primal and dual residuals are this small.
     """
     if weight.dim() != 2 or inputs.dim() != 2 or weight.shape[1] != inputs.shape[0]:
         raise ProblemError(
@@ -66,7 +68,7 @@ def net_trim(
     w, x = weight.to(torch.float64), inputs.to(torch.float64)
     scale = math.sqrt(
         float(x.square().sum()) / x.shape[0]
-    )  # X in units where both splits weigh alike: mean eigenvalue 1
+    )  # scale X to a mean eigenvalue of 1, so that both splits have equal weight
     x = x / max(scale, 1e-300)
     wanted = (w @ x).clamp_min(0.0)
     program = _Program(x, wanted, wanted > 0, xi * float(wanted.norm()), bias_column)
@@ -95,7 +97,7 @@ class _Program:
         for step in range(1, iterations + 1):
             v = solve((u - du) + (z - dz) @ x.T)
             vx = v @ x
-            # Over-relaxation: the next points lean beyond the last.
+            # Over-relaxation.
             a, b = _RELAXATION * v + (1 - _RELAXATION) * u, _RELAXATION * vx + (1 - _RELAXATION) * z
             before_u, before_z = u, z
             u, z = self._shrink(a + du, 1.0 / penalty), self._project(b + dz)
@@ -108,8 +110,7 @@ class _Program:
                 return u, step, True
             if step % _BALANCE_EVERY == 0 and (primal > 5 * dual or dual > 5 * primal):
                 factor = 2.0 if primal > dual else 0.5
-                # The factorisation does not depend on the penalty, so changing it costs only a
-                # rescaling of the duals.
+                # The factorisation does not depend on the penalty, so only the duals are rescaled.
                 penalty, du, dz = penalty * factor, du / factor, dz / factor
         return u, iterations, False
 
@@ -120,7 +121,10 @@ class _Program:
         return shrunk
 
     def _project(self, z: Tensor) -> Tensor:
-        """The nearest point within the ball around Y on the active entries, and not above zero on the others."""
+        """Project onto the constraints.
+
+        Active entries end in the ball around Y, the others at or below zero.
+        """
         off = torch.where(self.active, z - self.wanted, 0.0)
         length = float(off.norm())
         inside = 1.0 if length <= self.radius else self.radius / length
@@ -128,7 +132,9 @@ class _Program:
 
 
 def quadratic_form_bytes(samples: int, inputs: int, outputs: int, *, bytes_each: int = 8) -> int:
-    """Memory of the quadratic constraint's matrix Q in the original formulation, 2 · samples · outputs² · inputs entries.
+    """Return the memory of the quadratic constraint's matrix Q as originally formulated.
+
+    Q has 2 · samples · outputs² · inputs entries.
 
     >>> quadratic_form_bytes(1000, 300, 100) / 1e9
     48.0
@@ -137,7 +143,7 @@ def quadratic_form_bytes(samples: int, inputs: int, outputs: int, *, bytes_each:
 
 
 def moment_bytes(inputs: int, *, bytes_each: int = 8) -> int:
-    """Memory of L-OBS's Ψ and its inverse, whatever the number of samples.
+    """Return the memory of L-OBS's Ψ and its inverse, for any number of samples.
 
     >>> moment_bytes(300) / 1e6
     1.44

@@ -1,4 +1,4 @@
-"""Plain line pictures, all in one style."""
+"""Draw plain line pictures, all in one style."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = {
 
 
 def axes(title: str, x: str, y: str) -> Any:
-    """A figure with one set of labelled axes."""
+    """Return a figure with one set of labelled axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,10 @@ def lines(
     y: str,
     **options: Any,
 ) -> None:
-    """Draw named curves and save; options go to the axes, `marks` are vertical and `levels` horizontal lines by label."""
+    """Draw named curves and save the picture.
+
+    Options go to the axes. `marks` are vertical and `levels` horizontal lines, by label.
+    """
     marks: Mapping[str, float] = options.pop("marks", {})
     levels: Mapping[str, float] = options.pop("levels", {})
     figure, one = axes(title, x, y)
@@ -67,7 +70,7 @@ def lines(
 
 
 def _plain_numbers(one: Any) -> None:
-    """Errors in percent are read as 1, 2, 5, 10, not as powers."""
+    """Label a log axis 1, 2, 5, 10 instead of powers."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     one.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -76,7 +79,7 @@ def _plain_numbers(one: Any) -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure and let go of it."""
+    """Write a figure and close it."""
     from matplotlib import pyplot
 
     figure.tight_layout()

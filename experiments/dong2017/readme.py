@@ -23,9 +23,10 @@ from lobs import zoo
 
 _FRONT = """# Layer-wise optimal brain surgery, the paper again
 
-Dong, Chen, Pan: *Learning to Prune Deep Neural Networks via Layer-wise Optimal Brain Surgeon*, NeurIPS 2017. This page is written by
-`python -m experiments.dong2017` from the files in `results/`; each holds its command, seed and seconds. Errors are test errors in percent. CR is kept
-weights over all weights, lower is better. `python -m experiments.dong2017 --data FOLDER --quick` does it in small, in 3 min 8 s on two cores without the two rows on CIFAR-10 (4 min 51 s with them, by an earlier form).
+Dong, Chen, Pan: *Learning to Prune Deep Neural Networks via Layer-wise Optimal Brain Surgeon*, NeurIPS 2017.
+
+`python -m experiments.dong2017` writes this page from the files in `results/`. Each file holds its command, seed and seconds. Errors are test errors in percent.
+CR is kept weights over all weights; lower is better. `python -m experiments.dong2017 --data FOLDER --quick` runs a small version in about five minutes on two cores.
 """
 _NOTES = """## How to read it, and where it differs
 
@@ -43,52 +44,38 @@ _NOTES = """## How to read it, and where it differs
 | smallest LeNet-300-100 within 0.2 points after 10,000 iterations | near 1.25 % with full training | 2 % |
 | smallest LeNet-5 within 0.2 points after 10,000 iterations | near 0.3 % with full training | 0.5 % (+0.07), the smallest that was run |
 
-- **Our dense networks are not the paper's**: its weights are not public. Compare differences from the dense error, not the errors.
-- **Per-layer fractions** of the published rows are the paper's. They give 8.4 % for LeNet-300-100 and LeNet-5, where it prints 7 %.
-- **Random, OBD and LWC** keep the fractions per layer of Han et al. (2015), on the small CIFAR-Net 9 % of every layer. Their retraining runs at a tenth of the original rate and stops
-  when the error has come as near to the dense one as the paper says, or at a cap (350,000 iterations for LeNet-300-100, the paper's longest, which Random took; 10,000 for LeNet-5, which no row needed;
-  1,020 for CIFAR-Net, a fraction of the paper's). Where they do better right after pruning than in the paper, the likely reason, not
-  tested, is that our networks were trained with weight decay.
-- **OBD** takes the diagonal of the Fisher matrix, one drawn label a sample (`lobs.calibration.fisher`).
-- **DNS** has fixed thresholds from the dense weights and the weight decay that the network was trained with; the kept fraction is what comes out.
-- **CIFAR-Net**: the paper calls it a revised AlexNet of three convolutions and two fully-connected layers and gives no widths, nor how much each
-  layer keeps. Two are here. The one with the widths of Caffe's cifar10_quick has 145,000 weights, most of them in convolutions; 9 % of them are too few (its
-  LWC, L-OBS and greedy rows keep 9 % of every layer, of a first layer of 75 inputs too, which destroys it). The one with AlexNet's proportions has 1,024
-  units between the same convolutions and the output, so that its fully-connected layers hold 93 % of 1.1 million weights, as AlexNet's hold 96 %; its LWC, L-OBS and greedy rows
-  keep of each layer what Han et al. keep of AlexNet's, and of the first fully-connected one what is then left of 9 %. Both are 3 to 4 points better than the paper's before pruning. The
-  small one is not the recipe of `lobs train cifarnet` to the letter: its training was interrupted, ran 12 epochs of it and ended with 1,559 steps
-  whose rate falls linearly to zero. The other one is (`lobs train cifarnet-wide`, 533 s).
-- **Calibration** takes all 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 20,000 for both CIFAR-Nets, but LeNet-5's `L-OBS` and
-  `greedy, the paper's CRs` had 60,000.
-- **Light retraining** is Adam with a cosine rate, batches of 512, and the dense network's outputs in place of labels. The paper does not publish
-  its settings; its "original learning rate" with labels is the row of that name and the retraining figure.
-- **How settings were chosen**: first, seven settings (optimiser, batch size, labels or outputs) for L-OBS at 510 iterations on LeNet-300-100
-  were looked at *on the test set*, and the kind of training kept, Adam on the dense outputs in batches of 512, was the best of them there. So
-  every lightly retrained row of LeNet-300-100 is a little flattered. Rates and stages were then chosen on a LeNet-300-100 of another seed,
-  trained on 55,000 images, by its error on the other 5,000; `python -m experiments.dong2017 tuning` runs most of that again. LeNet-5 and CIFAR-Net take the
-  same settings, chosen on neither.
-- **L-OBS (iterative)** does not reproduce: the network is nearly destroyed by the second pruning and 643 iterations do not bring it back. The
-  paper gives neither its retraining settings nor how it divides the iterations between the stages; here they are 300 + 343 (LeNet-300-100)
-  and 400 + 441 (LeNet-5).
-- **"default"** is `lobs.prune` called with no options: one budget for the network, shared by error curves, layer after layer, each
-  mending what those before it spoiled; and on networks as small as the LeNets all surviving weights are then moved together, to where the outputs are nearest to the dense network's
-  on the calibration images (`refit="network"`: Gauss–Newton steps, no labels, no learning rate, no stochastic training). Whoever counts that as retraining reads the row "each layer by
-  itself", which leaves it out. `settings` in the result file says what it was for the row.
-- **Which rows are older**: the `default` rows of both LeNets, of ResNet-50 but `default-30`, LeNet-300-100's "shared budget" rows to 1.5 % in one stage and in 10,000 iterations and LeNet-5's in one stage have the solver
-  and the compensation as they are now. The small CIFAR-Net's `default` rows, the other "shared budget" rows and `default-30` ran with an earlier start of `auto` (its errors by layer were some 1 % higher) and layer by layer;
-  `python -m experiments.dong2017 --again` would run them anew. Since then `auto` starts two penalties earlier where more than a fifth is kept, which changes errors by layer by two thousandths at most and the LeNets at
-  these fractions in rounding only, and looks for columns that replace each other, of which these networks have next to none; only the rows of the CIFAR-Net with AlexNet's proportions called "default" and LeNet-300-100's to 1.75 % ran with that.
-- **ResNet-50's `auto` rows** ran before moments of few samples were damped (its last layer has 2,048 inputs and saw 500 images, its widest convolutions 4,608 and 24,500 patches) and have no
-  re-estimated batch norms, which `shared-30` has; `python -m experiments.dong2017 --again` would run them anew.
-- **ResNet-50's `default` rows** are `lobs.prune` with its default solver and inputs at one CR for every layer. `default-50` had two cores to itself. The others that are not older had one core each, shared
-  with test runs in part; `default-30` two that other runs took one of for most of it.
-- **VGG-16** was calibrated on 100 images, AlexNet on 1,000, both with an earlier form of the solver. VGG-16's minutes hold two of a pause and many shared with test runs; it used 8,728 seconds of one core, 73 minutes of two.
-- **"shared budget, 1.5 %, stages, 10,000"** ended at 1.72 with an earlier form of the library, at 1.79 with the present one, one run each; 1.75 % ends at 1.72, so 2 % remains the smallest fraction within 0.2 points of the dense error.
-- **Images**: of ResNet-50's rows only those that matter most were tested on all 3,000, the others on every third, as the table says.
-- **"shared budget, 1.5 %, stages"** ran with an earlier form of the library; where its file has no `settings`, it is that run still.
-- **Iterations stop by the test error** where a row says it stopped early, as the paper's counts must have. That flatters every such row.
-- **Seconds** were measured on two cores shared with other work of higher priority, which stretched some tenfold and more; where a row also
-  says how many seconds of one core it used, that is the measure of its cost.
+- **Dense networks.** The paper's weights are not public, so ours differ. Compare differences from the dense error, not errors.
+- **Fractions per layer** of the published rows are the paper's. They add up to 8.4 % for both LeNets, where the paper prints 7 %.
+- **Random, OBD and LWC** keep the fractions per layer of Han et al. (2015). On the small CIFAR-Net they keep 9 % of every layer. They are retrained at a tenth of the original rate.
+  Retraining stops at the paper's distance to the dense error, or at a cap. The cap is 350,000 iterations for LeNet-300-100, 10,000 for LeNet-5 and 1,020 for CIFAR-Net.
+  Right after pruning some do better than in the paper. A likely reason, not tested, is the weight decay in our training.
+- **OBD** takes the diagonal of the Fisher matrix, with one drawn label per sample (`lobs.calibration.fisher`).
+- **DNS** has fixed thresholds from the dense weights, and the weight decay of the original training. Its kept fraction is an outcome, not a setting.
+- **CIFAR-Net.** The paper describes a revised AlexNet with three convolutions and two fully-connected layers. It gives no widths and no fractions per layer. We run two networks.
+  - The small one has the widths of Caffe's cifar10_quick: 145,000 weights, most of them in convolutions. 9 % of every layer destroys it, because its first layer has 75 inputs only.
+    Its training was interrupted. It ran 12 epochs of `lobs train cifarnet`, then 1,559 steps whose rate falls linearly to zero.
+  - The wide one has AlexNet's proportions: 1,024 units before the output, and 93 % of 1.1 million weights in fully-connected layers. Its LWC, L-OBS and greedy rows keep Han's fractions of AlexNet.
+    Its first fully-connected layer keeps the remainder of 9 %. It is the network of `lobs train cifarnet-wide` (533 s).
+  - Before pruning both are 3 to 4 points better than the paper's.
+- **Calibration** takes 60,000 images for LeNet-300-100, 10,000 for LeNet-5 and 20,000 for the CIFAR-Nets. LeNet-5's `L-OBS` and `greedy, the paper's CRs` had 60,000.
+- **Light retraining** is Adam with a cosine rate and batches of 512. It learns the dense network's outputs, without labels. The paper does not publish its settings. Its "original learning rate"
+  with labels is the row of that name, and the retraining figure.
+- **How settings were chosen.** Seven kinds of training were compared *on the test set*, for L-OBS at 510 iterations on LeNet-300-100. The best was kept. So every lightly retrained row of
+  LeNet-300-100 is a little flattered. Rates and stages were chosen on held-out images: a LeNet-300-100 of another seed, trained on 55,000 images, judged on the other 5,000.
+  `python -m experiments.dong2017 tuning` repeats most of that. LeNet-5 and CIFAR-Net take the same settings.
+- **L-OBS (iterative)** does not reproduce. The second pruning nearly destroys the network, and 643 iterations do not repair it. The paper gives neither its retraining settings nor the iterations of
+  each stage. Ours are 300 + 343 (LeNet-300-100) and 400 + 441 (LeNet-5).
+- **"default"** is `lobs.prune` without options: one budget for the network, solved layer after layer on the pruned network's activations. On networks as small as the LeNets, the remaining weights are then
+  refitted jointly to the dense outputs (`refit="network"`: Gauss–Newton steps without labels). The row "each layer by itself" leaves that step out. `settings` in the result file names the choice.
+- **Older rows.** Some rows ran with an earlier start of `auto`, whose errors per layer were about 1 % higher, and without the joint refit. They are the small CIFAR-Net's `default` rows, ResNet-50's
+  `default-30`, and most "shared budget" rows. The exceptions are LeNet-300-100 to 1.5 % (one stage, and 10,000 iterations), LeNet-300-100 to 1.75 %, and LeNet-5 in one stage. `--again` repeats any row.
+- **ResNet-50's `auto` rows** ran without damping for few samples and without re-estimated batch norms. `shared-30` has re-estimated batch norms.
+- **ResNet-50's `default` rows** use the default solver and inputs at one CR for every layer. `default-50` had two cores to itself. The others shared cores with other runs, so their seconds are too high.
+- **ResNet-50's images.** The most important rows were tested on all 3,000 images, the others on every third.
+- **VGG-16** was calibrated on 100 images, AlexNet on 1,000, with an earlier form of the solver. VGG-16 used 8,728 seconds of one core; its minutes include a pause and shared cores.
+- **"shared budget, 1.5 %, stages, 10,000"** ended at 1.72 and at 1.79 in two runs of different versions. 1.75 % ends at 1.72. So 2 % is the smallest fraction within 0.2 points of the dense error.
+- **Early stops** look at the test error, as the paper's counts must have. That flatters every such row.
+- **Seconds** were measured on two shared cores. Where a row gives seconds of one core, those are the measure of its cost.
 """
 _FIGURES = [
     (
@@ -104,8 +91,8 @@ _FIGURES = [
     (
         "epsilon",
         "Tolerable error against pruning ratio of that layer",
-        "The published rule stops where one weight more would cost ε; what the layer has lost by "
-        "then is far more (the other curve).",
+        "The published rule stops where the next weight would cost ε. By then the layer has lost "
+        "far more: see the other curve.",
     ),
     ("retraining", "Retraining LeNet-5", "The paper: L-OBS is back after 740 iterations."),
     (
@@ -282,7 +269,7 @@ def _figures(lab: Lab, results: dict[str, Any]) -> list[str]:
 
 
 def _reached(results: dict[str, Any], network: str) -> str:
-    """When each row comes as near to its dense error as the paper says it did, and where it ends."""
+    """Return when each row reaches the paper's distance to the dense error, and its last error."""
     told = []
     for title, row in few_iterations.ROWS[network].items():
         found = results.get(f"table1-{network}-{row}")
@@ -336,7 +323,7 @@ def _resnet(results: dict[str, Any]) -> list[str]:
 
 
 def _drop(dense: str, pruned: str) -> str:
-    """How far top-1 fell, in points, and the standard error of that difference between paired answers."""
+    """Return the fall of top-1 in points, with the standard error of the paired difference."""
     steps = [(a == "1") - (b == "1") for a, b in zip(dense, pruned, strict=False)]
     mean = sum(steps) / len(steps)
     error = math.sqrt(max(0.0, sum(s * s for s in steps) / len(steps) - mean**2) / len(steps))
@@ -368,7 +355,7 @@ def _cost(results: dict[str, Any]) -> list[str]:
 
 
 def _missing(results: dict[str, Any]) -> list[str]:
-    """What could be run and has not been, so that nobody takes its absence for a choice."""
+    """List the rows that can be run and have no result."""
     modules = [table1, table2, first_layer, sensitivity, retraining_curves, resnet, cost, tuning]
     lacking: dict[str, list[str]] = {}
     for module in modules:

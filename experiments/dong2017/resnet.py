@@ -1,12 +1,10 @@
-"""ResNet-50 on ImageNet, all layers at one CR: top-1 and top-5 against the CR for magnitude, L-OBS, greedy and the default method.
+"""Prune ResNet-50 on ImageNet, all layers at one CR, with five methods.
 
-Statistics come from `CALIBRATION` of the training images in the data folder, accuracy from its
-3,000 validation images for the rows that matter most (`CLOSELY`) and from a third of them for the
-others, spread over the classes. The layer-wise methods share one pass of statistics on the dense
-network; "auto" is the default solver there, greedy where that is affordable and alternating
-directions with swaps elsewhere. "default" is `lobs.prune` as anyone would call it, at one CR for
-every layer; "shared" is beside "auto" what one budget for all layers gives, on the same dense
-inputs, batch norms re-estimated.
+Statistics come from `CALIBRATION` training images of the data folder. The rows in `CLOSELY` are
+tested on its 3,000 validation images, the others on a third of them, spread over the classes. The
+layer-wise methods share one pass of statistics on the dense network. "auto" is the default solver
+there. "default" is `lobs.prune` with its defaults, at one CR for every layer. "shared" is one
+budget for all layers, on dense inputs, with batch norms re-estimated.
 """
 
 from __future__ import annotations
@@ -37,16 +35,15 @@ METHODS = {
     "default": "default",
 }
 KEPT = (80, 70, 60, 50, 45, 40, 30)
-# What two shared cores finish: an image costs some 15 G multiply-adds to calibrate on and 4 to be
-# tested on.
+# An image costs 15 G multiply-adds in calibration and 4 in testing.
 CALIBRATION = 1000
 VALIDATION, FEWER = 3000, 1000
 CLOSELY = ("dense", "lobs-50", "greedy-50", "auto-50", "default-50", "default-30", "shared-30")
 
 
 def names() -> list[str]:
-    """The dense network, then one row a method and CR, and one budget shared by all layers."""
-    # "auto" alone is there to be seen beside "default" and "shared", where the curves say most.
+    """Return the dense row, one row per method and CR, and the shared budget."""
+    # "auto" is run only where it is compared with "default" and "shared".
     layerwise = [
         f"resnet50/{m}-{kept}"
         for m in METHODS.values()
@@ -57,7 +54,7 @@ def names() -> list[str]:
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """The chosen rows, by CR so that the picture grows from left to right, then the picture."""
+    """Run the chosen rows, then draw the picture."""
     done = []
     for name in rows:
         command = f"python -m experiments.dong2017 --data FOLDER resnet --rows {name}" + (
@@ -84,8 +81,7 @@ def row(lab: Lab, name: str) -> dict[str, Any]:
         "top1": 100 * sum(a == 1 for a in right) / len(right),
         "top5": 100 * sum(a > 0 for a in right) / len(right),
         "images": len(right),
-        # One digit an image: 1 right, 5 right among the first five, 0 wrong; for differences on the
-        # same images.
+        # One digit per image, see `answers`. Rows are compared on the same images.
         "right": "".join(map(str, right)),
         "test_seconds": round(time.perf_counter() - began),
         "peak_gigabytes": peak_gigabytes(),
@@ -144,7 +140,10 @@ def _network() -> nn.Module:
 
 @cache
 def _problems(lab: Lab) -> tuple[dict[str, Problem], float]:
-    """Every layer's problem on the dense network's inputs, made once for all methods and CRs, and the seconds that took."""
+    """Return every layer's problem on the dense network's inputs, and the seconds it took.
+
+    The problems serve all methods and CRs.
+    """
     began = time.perf_counter()
     layers = find_layers(_network())
     calibration = collect_moments(_network(), _data("train", lab, CALIBRATION), layers)
@@ -157,7 +156,7 @@ def _problems(lab: Lab) -> tuple[dict[str, Problem], float]:
 
 @cache
 def _paths(lab: Lab) -> tuple[dict[str, DeletionPath], float]:
-    """Every layer's deletions to the end, once for all CRs, and the seconds that took."""
+    """Return every layer's deletions to the end, for all CRs, and the seconds they took."""
     began = time.perf_counter()
     paths = {name: GreedyOBS().path(problem) for name, problem in _problems(lab)[0].items()}
     return paths, time.perf_counter() - began
@@ -170,7 +169,7 @@ def _data(split: Any, lab: Lab, images: int) -> imagenet.ImageNet:
 
 
 def answers(model: nn.Module, data: imagenet.ImageNet) -> list[int]:
-    """For every image 1 if the first answer is right, 5 if one of the first five is, else 0."""
+    """Return for every image 1 if the first answer is right, 5 if one of five is, else 0."""
     found: list[int] = []
     with evaluating(model):
         for images, labels in data:
@@ -204,6 +203,6 @@ def _draw(lab: Lab) -> None:
 
 
 def _top5(row: dict[str, Any]) -> float:
-    """Top-5 on the images that all rows were tested on."""
+    """Return top-5 accuracy on the images that all rows were tested on."""
     right = row["right"][:: max(1, row["images"] // FEWER)]
     return 100 * sum(answer != "0" for answer in right) / len(right)

@@ -1,4 +1,7 @@
-"""LeNet-5 at the paper's fractions: how LWC, L-OBS and greedy recover, with labels at the original rate."""
+"""Retrain LeNet-5 after LWC, L-OBS and greedy pruning at the paper's fractions.
+
+Training uses labels and the original rate.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ METHODS = {"LWC": "magnitude", "L-OBS": "lobs", "greedy": "greedy"}
 
 
 def names() -> list[str]:
-    """One curve a method."""
+    """Return one curve per method."""
     return [f"retraining/{short}" for short in METHODS.values()]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """The chosen curves and the picture."""
+    """Run the chosen curves and draw the picture."""
     done = []
     for short in (s for s in METHODS.values() if f"retraining/{s}" in rows):
         command = f"python -m experiments.dong2017 retraining --rows retraining/{short}" + (
@@ -42,7 +45,7 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
 
 
 def curve(lab: Lab, solver: str) -> dict[str, Any]:
-    """Test error every 20 iterations for 1,000 iterations."""
+    """Measure the test error every 20 iterations for 1,000 iterations."""
     who = subject("lenet5")
     target = Sparsity({name: 1 - kept for name, kept in zoo.entry("lenet5").paper_kept.items()})
     cut = lobs.prune(

@@ -1,4 +1,7 @@
-"""How sensitivities of LeNet-300-100's first layer are distributed, and how the tolerable error ε relates to the pruning ratio."""
+"""Study the sensitivities of LeNet-300-100's first layer.
+
+One figure shows their distribution, the other the pruning ratio against the tolerable error ε.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from lobs.solvers import GreedyOBS
 
 
 def names() -> list[str]:
-    """Two figures."""
+    """Return the two figures."""
     return ["sensitivity/histogram", "sensitivity/epsilon"]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """Both figures, as far as chosen."""
+    """Run the chosen figures."""
     works = {"sensitivity/histogram": histogram, "sensitivity/epsilon": epsilon}
     done = []
     for name in rows:
@@ -33,7 +36,10 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
 
 
 def histogram(lab: Lab) -> dict[str, Any]:
-    """Counts of L_q in the paper's units (half of the error of the deletion) on a log scale, and the share below 0.001."""
+    """Count L_q on a log scale, and the share below 0.001.
+
+    L_q is in the paper's units: half of the error of the deletion.
+    """
     _, problem = fc1(lab)
     values, damping = sensitivities(problem)
     half = values / 2
@@ -50,7 +56,7 @@ def histogram(lab: Lab) -> dict[str, Any]:
 
 
 def epsilon(lab: Lab) -> dict[str, Any]:
-    """Ratio removed at which √L_q (the paper's rule) and the layer's own √E (corrected) reach ε."""
+    """Return ε against the ratio removed, by the paper's rule √L_q and by the layer's own √E."""
     _, problem = fc1(lab)
     values, _ = sensitivities(problem)
     single = (values / 2).sort().values.sqrt()

@@ -1,8 +1,8 @@
-"""Table 1: error right after pruning, after retraining, and how many iterations that takes, for every method.
+"""Reproduce Table 1: errors after pruning and after retraining, and iterations.
 
-Baselines keep the fractions per layer that Han et al. (2015) publish. Their retraining runs at a
-tenth of the original rate, as the paper says they need, until the error that the paper reports
-relative to its dense network, or for as many iterations as `_CAP` allows.
+Baselines keep the fractions per layer that Han et al. (2015) publish. They are retrained at a tenth
+of the original rate, as in the paper. Retraining stops at the paper's distance to the dense error,
+or after `_CAP` iterations.
 """
 
 from __future__ import annotations
@@ -42,23 +42,25 @@ STAGES = {
         {"conv1": 0.20, "conv2": 0.01, "fc1": 0.009, "fc2": 0.08},
     ),
 }
-# Thresholds of dynamic surgery start where this fraction of the dense weights is kept; training
-# then moves magnitudes.
+# Thresholds of dynamic surgery keep this fraction of the dense weights. Training then moves
+# magnitudes.
 DNS_START = {
     "lenet300": {"fc1": 0.012, "fc2": 0.05, "fc3": 0.35},
     "lenet5": {"conv1": 0.14, "conv2": 0.02, "fc1": 0.005, "fc2": 0.05},
 }
-# Kept fractions of the stages of our own method, as multiples of the last; chosen like the rate
-# (README.md).
+# Kept fractions of the stages of our method, as multiples of the last. Chosen by tuning.py.
 OURS_STAGES = (8.0, 5.0, 3.3, 2.3, 1.7, 1.3, 1.0)
-# What fits into an hour of one core, where a row does not reach its error earlier; dynamic surgery
-# runs as long as the paper's, since its masks move for as long as it does.
+# Largest number of iterations, about an hour of one core. Dynamic surgery runs as long as the
+# paper's instead, because its masks move until its end.
 _CAP = {"lenet300": 350_000, "lenet5": 10_000, "cifarnet": 1_020, "cifarnet-wide": 1_020}
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What the paper prints: dense error, kept %, error after pruning, after retraining, iterations; None where it prints nothing."""
+    """Hold the paper's numbers; None where it prints none.
+
+    They are dense error, kept %, error after pruning, error after retraining, and iterations.
+    """
 
     dense: float
     kept: float
@@ -69,7 +71,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """Hold one line of the table."""
 
     name: str
     method: str
@@ -132,7 +134,10 @@ def baseline(solver: str) -> Callable[[Lab, Row], dict[str, Any]]:
 
 
 def surgery(lab: Lab, row: Row) -> dict[str, Any]:
-    """Dynamic network surgery at the zoo's rate with a cosine decay, for the paper's number of iterations."""
+    """Run dynamic network surgery for the paper's number of iterations.
+
+    The rate is the zoo's, with a cosine decay.
+    """
     import math
 
     who = subject(row.network)
@@ -168,7 +173,15 @@ def once(
     original_rate: bool = False,
     **pruning: Any,
 ) -> Callable[[Lab, Row], dict[str, Any]]:
-    """Prune once, by the paper's fractions ("paper"), Han's ("han") or one number, then retrain; no solver means the defaults."""
+    """Prune once, then retrain.
+
+    Args:
+        solver: a solver's name; None for the defaults.
+        keep: the paper's fractions ("paper"), Han's ("han"), or one number.
+        iterations: iterations of retraining.
+        original_rate: retrain with labels at the original rate instead of lightly.
+        **pruning: further options of `prune`.
+    """
 
     def work(lab: Lab, row: Row) -> dict[str, Any]:
         who = subject(row.network)
@@ -220,7 +233,11 @@ def once(
 def staged(
     iterations: tuple[int, ...], *, keep: float | None = None
 ) -> Callable[[Lab, Row], dict[str, Any]]:
-    """Iterative pruning with light retraining: the published method in its two stages, or ours down to `keep` of the network."""
+    """Prune in stages with light retraining.
+
+    Without `keep` this is the published method in its two stages. With it, our method goes down to
+    `keep` of the network.
+    """
 
     def work(lab: Lab, row: Row) -> dict[str, Any]:
         who = subject(row.network)
@@ -447,12 +464,12 @@ ROWS = [
 
 
 def names() -> list[str]:
-    """What `--rows` chooses from."""
+    """Return the rows that `--rows` chooses from."""
     return [row.name for row in ROWS]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """Run the chosen rows, skipping what is done."""
+    """Run the chosen rows that have no result."""
     done = []
     for row in (r for r in ROWS if r.name in rows):
         command = f"python -m experiments.dong2017 table1 --rows {row.name}" + (

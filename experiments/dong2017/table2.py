@@ -1,7 +1,7 @@
-"""Table 2: Net-Trim and L-OBS on the second layer of LeNet-300-100 alone, without retraining; and the memory figure.
+"""Reproduce Table 2: Net-Trim and L-OBS on the second layer of LeNet-300-100.
 
-Both see the first 2,000 training images, because each of Net-Trim's steps costs a product with all
-samples.
+Nothing is retrained. Both see the first 2,000 training images, because each step of Net-Trim takes
+a product with all samples. The memory figure is here too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ROWS = [
 
 
 def names() -> list[str]:
-    """Rows by method and kept percentage, and the figure."""
+    """Return rows by method and kept percentage, and the figure."""
     return [f"table2/{method}-{kept:g}" for method, kept, _, _ in ROWS] + ["table2/memory"]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """The chosen rows, and the picture of memory against samples."""
+    """Run the chosen rows, and draw memory against samples."""
     done = []
     for method, kept, xi, error in ROWS:
         name = f"table2/{method}-{kept:g}"
@@ -64,7 +64,10 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
 
 
 def line(lab: Lab, method: str, kept: float) -> dict[str, Any]:
-    """Relative error of the layer's ReLU outputs, its square, and the test error with the other layers dense."""
+    """Measure the relative error of the layer's ReLU outputs, and the test error.
+
+    The other layers stay dense.
+    """
     who, problem, inputs = _fc2(lab)
     weight = (
         _net_trim(lab, problem, inputs, kept)
@@ -96,7 +99,10 @@ def _fc2(lab: Lab) -> tuple[Subject, Problem, Tensor]:
 
 
 def _net_trim(lab: Lab, problem: Problem, inputs: Tensor, kept: float) -> Tensor:
-    """The ξ that leaves this percentage, by bisection; the program itself has no such target."""
+    """Find, by bisection, the ξ that leaves this percentage.
+
+    The program itself has no such target.
+    """
     low, high = 0.0, 1.0
     best = problem.weight[0]
     for _ in range(lab.few(7, 3)):
@@ -120,7 +126,7 @@ def _error(who: Subject, matrix: Tensor) -> float:
 
 
 def memory() -> dict[str, Any]:
-    """Bytes of Net-Trim's quadratic form and of L-OBS's moment with its inverse, for the second layer."""
+    """Return the bytes of Net-Trim's quadratic form and of L-OBS's Ψ with its inverse."""
     samples = [50, 100, 200, 400, 600, 800, 1000]
     return {
         "samples": samples,

@@ -1,7 +1,7 @@
-"""How the settings of light retraining were chosen: on a network that has never seen 5,000 of the training images, by its error on them.
+"""Choose the settings of light retraining without the test set.
 
-The test set is not read. Rows: rates for L-OBS at the paper's fractions, 510 iterations; then rates
-and stages for 1.5 % kept in 643.
+The network never saw 5,000 of the training images. Its error on them decides. The rows are rates
+for L-OBS at the paper's fractions (510 iterations), then rates and stages for 1.5 % kept (643).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PLANS: dict[str, tuple[tuple[float, int], ...]] = {
 
 
 def names() -> list[str]:
-    """Rates first, then plans."""
+    """Return the rates, then the plans."""
     return [f"tuning/rate-{rate:g}" for rate in RATES] + [
         f"tuning/{plan}-{rate:g}" for plan in PLANS for rate in (2e-3, 5e-3)
     ]
 
 
 def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
-    """The chosen rows."""
+    """Run the chosen rows."""
     done = []
     for name in rows:
         command = f"python -m experiments.dong2017 tuning --rows {name}" + (
@@ -52,7 +52,10 @@ def run(lab: Lab, rows: list[str]) -> list[dict[str, Any]]:
 
 @cache
 def _network(quick: bool) -> Subject:
-    """LeNet-300-100 of another seed, trained on 55,000 images; the other 5,000 stand in for the test set."""
+    """Train LeNet-300-100 with another seed on 55,000 images.
+
+    The other 5,000 replace the test set.
+    """
     full = mnist.load("train")
     seen = LabelledImages(full.images[:55_000], full.labels[:55_000])
     kept_back = LabelledImages(full.images[55_000:], full.labels[55_000:])
@@ -64,7 +67,7 @@ def _network(quick: bool) -> Subject:
 
 
 def row(lab: Lab, name: str) -> dict[str, Any]:
-    """Error on the images kept back, before and after."""
+    """Measure the error on the held-out images, before and after."""
     who = _network(lab.quick)
     plan, _, rate = (
         name.partition("-")

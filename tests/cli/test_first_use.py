@@ -216,6 +216,19 @@ def test_the_same_note_of_two_runs_comes_once(capsys):
     assert capsys.readouterr().err.count("note: 1 layer needed regularisation (fc1: 3 of 4") == 1
 
 
+def test_the_demo_says_how_this_program_is_called(monkeypatch, tmp_path):
+    from lobs.cli.demo import _program
+
+    script = tmp_path / "bin" / "lobs"
+    script.parent.mkdir()
+    script.touch()
+    calls = {"lobs": "lobs", "src/lobs/__main__.py": "python -m lobs", str(script): str(script)}
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    for place, call in calls.items():
+        monkeypatch.setattr(sys, "argv", [place, "demo"])
+        assert _program() == call
+
+
 class Timed:
     """A result of `accelerate`, as far as advice needs one."""
 

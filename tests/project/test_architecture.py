@@ -1,4 +1,4 @@
-"""The rules of the source tree that a reader relies on. The import ranks stand in pyproject.toml."""
+"""Rules of the source tree. The import ranks stand in pyproject.toml."""
 
 from __future__ import annotations
 

@@ -79,6 +79,8 @@ def test_the_reference_names_every_public_name_and_only_those():
             room = importlib.import_module(title)
             assert [name for name in names if not hasattr(room, name)] == [], title
     assert sum(map(len, shown.values())) > 55
+    paths = re.findall(r"^::: lobs\.(.*)$", TEXTS["api.md"], flags=re.M)
+    assert [path for path in paths if not _exists(path)] == []
 
 
 def test_every_benchmark_named_exists():

@@ -1,4 +1,4 @@
-"""Sizes that keep the source readable. Complexity and line length are ruff's: see pyproject.toml."""
+"""Sizes that keep the source readable. Ruff checks complexity and line length."""
 
 from __future__ import annotations
 

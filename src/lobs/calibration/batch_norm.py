@@ -212,7 +212,7 @@ def borrow_statistics(model: nn.Module, source: nn.Module) -> None:
 
 
 class _Sums:
-    """n, Σx and Σx² by channel, in float64 about a guess of the mean, so large means cost no digits.
+    """n, Σx and Σx² by channel, in float64 about a guess of the mean: large means cost no digits.
 
     Pieces of the data are summed in their own type, each about its own mean.
     """

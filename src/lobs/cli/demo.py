@@ -124,6 +124,8 @@ def _program() -> str:
     """Return how to call this command here: by name if that finds it, else by its path."""
     found = shutil.which("lobs")
     place = Path(sys.argv[0])
+    if place.name == "__main__.py":
+        return "python -m lobs"
     if (found and Path(found).resolve() == place.resolve()) or not place.is_file():
         return "lobs"
     return str(place)

@@ -28,7 +28,8 @@ class Run:
         pruning: what `prune` returned, or what was read from a file.
         error_before: the dense network's test error, in the unit that `metric` names.
         error_after: the pruned network's test error.
-        metric: name of the error and its unit. Errors in "(%)" are also given as mistakes in 10,000.
+        metric: name of the error and its unit. Errors in "(%)" are also given as mistakes in
+            10,000.
         dense: the network before pruning or its state dict, for pictures.
         pruned: the network after pruning, if `pruning` does not hold it.
         example: a batch of inputs, for pictures and for the share of equal answers.

@@ -4,7 +4,7 @@ Each row has its own copy of A. Pivots come in panels of 32. Inside a panel only
 are formed (left-looking). Then the remaining square gets one rank-32 update. Removed positions are
 first filled from the end, so that the square stays dense and contiguous. Four rows by eight factors
 are kept in registers, and tiles of columns in the first-level cache. A row costs d³/3
-multiply-adds, at nearly the speed of a matrix product (`benchmarks/exact_speed.py`).
+multiply-adds, at nearly the speed of a matrix product (`benchmarks/greedy_speed.py`).
 
 Threads are plain Python threads around a kernel without the GIL. A second threading runtime would
 compete with torch's.

@@ -1,6 +1,6 @@
 """Time the greedy solver against plain torch code and against a matrix product.
 
-    python -m benchmarks.exact_speed [--rows 300] [--columns 784] [--full | --kernel-only]
+    python -m benchmarks.greedy_speed [--rows 300] [--columns 784] [--full | --kernel-only]
 
 The baseline is textbook greedy OBS: it downdates a full inverse per row, in batches of 32 rows. It
 runs one batch and is scaled to all rows, because batches are independent and equal. `--full` runs
@@ -75,7 +75,7 @@ def main() -> None:
     compiled = best_of(3 if d > 1000 else 5, lambda: greedy(single, w, 0, backend="compiled"))
     gflop = 2 * rows * d**3 / 3 / 1e9
     print(
-        f"exact greedy OBS, {rows}×{d}, all {rows * d:,} deletions, float32, "
+        f"greedy OBS, {rows}×{d}, all {rows * d:,} deletions, float32, "
         f"{torch.get_num_threads()} threads"
     )
     print(f"  compiled backend        {compiled:9.2f} s   {gflop / compiled:6.1f} GFLOPS")
