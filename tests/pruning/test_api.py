@@ -123,7 +123,7 @@ def test_removing_nothing_changes_nothing():
 def test_what_is_sparser_already_stays_as_it_is_and_is_told_so():
     model, batches = network(), data()
     sparse = lobs.prune(model, batches, lobs.Sparsity(0.9), progress=False).model
-    with pytest.warns(lobs.NumericalWarning, match="ask for fewer than they had"):
+    with pytest.warns(lobs.NumericalWarning, match="keep fewer than they had"):
         again = lobs.prune(sparse, batches, lobs.Sparsity(0.5), refit="layers", progress=False)
     for name, mask in again.masks.items():
         assert not bool(
@@ -193,7 +193,7 @@ def test_pruned_inputs_see_the_pruned_network():
 
 def test_more_weights_never_hurt_the_layer():
     errors = [
-        lobs.prune(network_of(7), DATA, f, progress=False).layers[1].error
+        lobs.prune(network_of(7), DATA, lobs.Sparsity(f), progress=False).layers[1].error
         for f in (0.2, 0.5, 0.8, 0.95)
     ]
     assert errors == sorted(errors)

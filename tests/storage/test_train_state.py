@@ -21,7 +21,7 @@ def test_training_that_was_interrupted_ends_with_the_same_bits(tmp_path, monkeyp
         3, 0.05, 32, weight_decay=1e-3, input_dropout=0.2, warm_up=warm_up, augment=True
     )
     whole = train(zoo.fresh("lenet300"), data(), recipe, progress=False)
-    state = tmp_path / "run.state"
+    folder = tmp_path / "run"
     import lobs.zoo.training as training
 
     epochs, real = [], training._epoch
@@ -34,14 +34,14 @@ def test_training_that_was_interrupted_ends_with_the_same_bits(tmp_path, monkeyp
 
     monkeypatch.setattr(training, "_epoch", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(zoo.fresh("lenet300"), data(), recipe, progress=False, state=state)
+        train(zoo.fresh("lenet300"), data(), recipe, progress=False, resume=folder)
     monkeypatch.setattr(training, "_epoch", real)
-    again = train(zoo.fresh("lenet300", 5), data(), recipe, progress=False, state=state)
+    again = train(zoo.fresh("lenet300", 5), data(), recipe, progress=False, resume=folder)
     assert all(
         torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
     )
     with pytest.raises(LobsError, match=r"belongs to a run with learning_rate = 0.05, not 0.1"):
-        train(zoo.fresh("lenet300"), data(), Recipe(3, 0.1, 32), progress=False, state=state)
+        train(zoo.fresh("lenet300"), data(), Recipe(3, 0.1, 32), progress=False, resume=folder)
 
 
 def test_an_augmented_image_is_a_shifted_or_mirrored_one():
