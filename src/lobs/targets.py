@@ -24,9 +24,14 @@ class _Brief:
             value = getattr(self, item.name)
             default = item.default if item.default_factory is MISSING else item.default_factory()
             if default is MISSING or value != default:
-                shown = getattr(value, "__name__", None) or repr(value)
+                shown = _name(value) if callable(value) else repr(value)
                 parts.append(f"{item.name}={shown}")
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def _name(function: object) -> str:
+    """Return a function's name, or its type's where it has none: a repr may print its data."""
+    return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
 @dataclass(frozen=True, repr=False)
@@ -201,6 +206,8 @@ class Pattern:
     solved_by: ClassVar[str]
     #: Field that is one value for all layers, or a mapping by layer name or glob.
     by_layer: ClassVar[str] = "fraction"
+    #: One value for all layers leaves the network's own ends whole, so it depends on their order.
+    ordered: ClassVar[bool] = False
 
     @property
     def table(self) -> Mapping[str, float] | None:
@@ -349,6 +356,7 @@ class Structured(Pattern):
     """
 
     solved_by: ClassVar[str] = "lobs.solvers.patterns.structured"
+    ordered: ClassVar[bool] = True
     fraction: float | Mapping[str, float]
     what: Literal["units", "inputs"] = "units"
 
@@ -360,6 +368,15 @@ class Structured(Pattern):
     def count(self, n: int) -> int:
         """Return how many of `n` units or channels go."""
         return math.floor(_single(self.fraction, "Structured") * n + 0.5)
+
+    def check_layer(self, name: str, groups: int, rows: int, columns: int) -> None:
+        """Refuse a layer of so few units that all would go."""
+        n = groups * rows if self.what == "units" else columns
+        if self.fraction != 1 and n and self.count(n) == n:
+            raise TargetError(
+                f"layer '{name}' has only {n} {self.what}: all would go for {self.fraction:g}. "
+                "Keep more, or skip the layer."
+            )
 
     def inside(self, order: Sequence[str]) -> Structured:
         """Return the target for layers in this order; the network's own ends stay whole."""
@@ -404,6 +421,8 @@ def wanted(target: Target | None, keep: float | str | Mapping[str, float | str] 
         )
     if keep is not None:
         if isinstance(keep, Mapping):
+            if not keep:
+                raise TargetError("keep is {}: name at least one layer, such as {'fc*': 0.1}.")
             return Sparsity(
                 {name: _removed(part, f"keep['{name}']") for name, part in keep.items()}
             )

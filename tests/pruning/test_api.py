@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 
@@ -257,6 +258,10 @@ def test_names_in_the_package_are_there():
         lobs.NByM(0, 4),
         lobs.Block(1.0),
         lobs.Structured(1.0),
+        lobs.Sparsity(0.99999),
+        lobs.Sparsity(0.99999, scope="layer"),
+        lobs.Budget(flops=0),
+        lobs.ErrorBudget(1e9),
     ],
     ids=repr,
 )
@@ -279,6 +284,7 @@ def test_keep_is_the_fraction_that_stays(keep):
         ({"keep": 0.0}, "keep is 0.0: the kept fraction must lie above 0"),
         ({"keep": "110%"}, "keep is 110%: the kept fraction must lie above 0 and at most at 1"),
         ({"keep": {"0": 7}}, r"keep\['0'\] is 7"),
+        ({"keep": {}}, "keep is {}: name at least one layer"),
         ({"keep": "some"}, "keep is 'some': it must be a number"),
         ({}, "neither of target and keep is given: say keep=0.1"),
         ({"target": lobs.NByM(2, 4), "keep": 0.5}, "both of target and keep"),
@@ -297,9 +303,36 @@ def test_what_is_kept_is_said_once_and_plainly(wish, words):
         ({"damping": 0.1}, r"numerics=lobs.Numerics\(damping=…\)"),
         ({"resume": "x"}, r"execution=lobs.Execution\(resume=…\)"),
         ({"evaluate": len}, r"lobs.Budget\(drop=…, evaluate=…\)"),
-        ({"compensate": "layers"}, "one of solver, inputs, refit"),
+        ({"compensate": "layers"}, "say refit=…"),
+        ({"speed": 2}, "one of solver, inputs, refit"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_right_line(option, remedy):
     with pytest.raises(TypeError, match=remedy):
         lobs.prune(network(), data(), keep=0.5, **option)
+
+
+def test_removing_all_units_of_a_hidden_layer_is_refused():
+    with pytest.raises(LobsError, match=r"layer '0' has only 6 units: all would go for 0\.99"):
+        lobs.prune(network(), data(), lobs.Structured(0.99), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (lambda: lobs.Execution(resume=3), "resume is 3: give the path of a folder"),
+        (lambda: lobs.Execution(log=True), "log is True: give the path of a file"),
+        (lambda: lobs.Execution(distributed="yes"), "distributed is 'yes': True or False"),
+        (lambda: lobs.Execution(memory="8 apples"), "memory is '8 apples': give bytes"),
+        (lambda: lobs.Numerics(damping=True), "damping is True: it must be finite"),
+        (lambda: lobs.Numerics(batch_norm=1), "batch_norm is 1: True or False"),
+    ],
+)
+def test_options_are_checked_where_they_are_made(options, words):
+    with pytest.raises(LobsError, match=words):
+        options()
+
+
+def test_no_repr_prints_the_data_of_a_score():
+    score = functools.partial(len, torch.randn(100, 100))
+    assert repr(lobs.Budget(drop=0.1, evaluate=score)) == "Budget(drop=0.1, evaluate=partial)"

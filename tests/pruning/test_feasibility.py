@@ -58,7 +58,7 @@ def test_what_cannot_be_met_is_refused_before_a_batch_is_read(work, target, word
 def test_what_can_just_be_met_is_not_refused():
     x = [torch.randn(64, 8)]
     for target in (
-        Budget(bytes=45),
+        Budget(bytes=49),
         Sparsity(0.99),
         Budget(parameters=100),
         Budget(parameters=33, keep_at_most={"*": 0.5}),

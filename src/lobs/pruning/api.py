@@ -18,6 +18,7 @@ from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches, guarded
 from lobs.errors import LobsError, caution, warning_once
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
+from lobs.pruning.feasibility import empty_target
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
 from lobs.pruning.options import Options, PruneOptions, checked
@@ -74,6 +75,8 @@ def prune(
         run, trials = search_drop(session) if drop else (run_rounds(session), [])
         certificate, preview = run.certify(other), session.preview(run.removed())
         layers, solutions = run.results(), run.solutions()
+    if layers and not any(layer.kept for layer in layers):
+        raise empty_target(asked.target)
     _warn_of_zeros(asked, solutions, trials)
     if inplace:
         _write_back(run.model, model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -42,38 +42,49 @@ def check(
     check_names(target, [layer.name for layer in layers])
     for layer in layers:
         check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
-    _check_empty(target, layers)
+    _check_empty(target, prunable(layers, prune_bias))
     match target:
-        case Pattern():
-            for layer in layers:
-                asked = target.for_layer(layer.name)
-                if asked is not None:
-                    asked.check_layer(layer.name, layer.groups, layer.rows, layer.columns)
+        case Pattern() if target.table is not None or not target.ordered:
+            check_pattern(target, layers)
         case Sparsity(scope="network") | Budget():
             _check_shared(target, model, layers, prune_bias)
 
 
-def _check_empty(target: Target, layers: Sequence[Layer]) -> None:
+def _check_empty(target: Target, counts: Mapping[str, int]) -> None:
     """Refuse a target that leaves no weight in any layer."""
     match target:
-        case Sparsity(fraction=float() | int() as gone):
-            empty = gone == 1
+        case Sparsity(scope="network"):
+            empty = target.count(sum(counts.values())) == sum(counts.values()) > 0
         case Budget(parameters=kept):
             empty = kept == 0
         case _:
-            own = [for_layer(target, layer.name) for layer in layers]
-            empty = bool(own) and all(map(_removes_everything, own))
+            empty = bool(counts) and all(
+                _removes_everything(for_layer(target, name), n) for name, n in counts.items()
+            )
     if empty:
-        raise TargetError(f"{target} leaves nothing of the network: keep at least one weight.")
+        raise empty_target(target)
 
 
-def _removes_everything(target: Target | None) -> bool:
+def empty_target(target: Target) -> TargetError:
+    """Return the error for a target that leaves no weight."""
+    return TargetError(f"{target} leaves nothing of the network: keep at least one weight.")
+
+
+def _removes_everything(target: Target | None, count: int) -> bool:
     match target:
         case Pattern():
             return target.removes_everything
-        case Sparsity(fraction=gone):
-            return gone == 1
+        case Sparsity():
+            return target.count(count) == count
     return False
+
+
+def check_pattern(target: Pattern, layers: Iterable[Layer]) -> None:
+    """Refuse a pattern that a layer cannot take."""
+    for layer in layers:
+        asked = target.for_layer(layer.name)
+        if asked is not None:
+            asked.check_layer(layer.name, layer.groups, layer.rows, layer.columns)
 
 
 def _check_shared(

@@ -41,16 +41,13 @@ class Numerics:
 
     def __post_init__(self) -> None:
         given = self.damping
-        if given is not None and not (
-            isinstance(given, Real) and float(given) >= 0 and math.isfinite(given)
-        ):
+        number = isinstance(given, Real) and not isinstance(given, bool)
+        if given is not None and not (number and float(given) >= 0 and math.isfinite(given)):
             raise LobsError(
                 f"damping is {given!r}: it must be finite and not negative; leave it out to have "
                 "it chosen."
             )
-        for name in ("batch_norm", "prune_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise LobsError(f"{name} is {getattr(self, name)!r}: True or False.")
+        _check_switches(self, "batch_norm", "prune_bias")
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,14 @@ class Execution:
     distributed: bool = False
     log: str | os.PathLike[str] | None = None
     diagnostics: bool = False
+
+    def __post_init__(self) -> None:
+        for name, what in (("resume", "folder"), ("log", "file")):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | os.PathLike):
+                raise LobsError(f"{name} is {value!r}: give the path of a {what}.")
+        _check_switches(self, "distributed", "diagnostics")
+        _ = self.memory_bytes  # which refuses a size that cannot be read
 
     @cached_property
     def memory_bytes(self) -> int | None:
@@ -165,7 +170,9 @@ def checked(model: nn.Module, target: Target, given: PruneOptions) -> Options:
         given: the keyword arguments of `prune`.
     """
     if not isinstance(model, nn.Module):
-        raise LobsError(f"model is a {type(model).__name__}: give a torch.nn.Module.")
+        raise LobsError(
+            f"model is a {type(model).__name__}: give a torch.nn.Module first, then the batches."
+        )
     _check_names(given)
     numerics, execution = _values(given)
     if numerics.prune_bias and isinstance(target, Pattern):
@@ -190,6 +197,9 @@ _MOVED = {
     "evaluate": "lobs.Budget(drop=…, evaluate=…)",
     "rounds": "lobs.Sparsity(…, rounds=…)",
     "sparsity": "keep=…, the fraction that stays",
+    "passes": "lobs.Sparsity(…, rounds=…)",
+    "compensate": "refit=…",
+    "log_json": "execution=lobs.Execution(log=…)",
 }
 
 
@@ -207,8 +217,13 @@ def _values(given: PruneOptions) -> tuple[Numerics, Execution]:
         raise LobsError(f"numerics is {numerics!r}: give lobs.Numerics(damping=…, …).")
     if not isinstance(execution, Execution):
         raise LobsError(f"execution is {execution!r}: give lobs.Execution(resume=…, …).")
-    _ = execution.memory_bytes  # which refuses a size that cannot be read
     return numerics, execution
+
+
+def _check_switches(options: Numerics | Execution, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(options, name), bool):
+            raise LobsError(f"{name} is {getattr(options, name)!r}: True or False.")
 
 
 def _inputs(asked: Inputs | None, target: Target) -> Inputs:

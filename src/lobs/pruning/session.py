@@ -154,6 +154,7 @@ class Session:
                 return self.allocated(target, max(0.0, spent - flops), uses)
             case Pattern():
                 target = target.inside(list(self.calibration))
+                feasibility.check_pattern(target, self.layers)
         return {layer.name: for_layer(target, layer.name) for layer in self.layers}
 
     def allocated(
