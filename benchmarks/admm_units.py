@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.baselines.admm import admm
 from benchmarks.rivals import problems
-from lobs import ADMM, NumericalWarning, Problem, solve
+from lobs import ADMM, NumericalWarning, Problem, Sparsity, solve
 from lobs.solvers import admm as room
 
 
@@ -52,7 +52,7 @@ def main() -> None:
                 with mock.patch.object(
                     room, "_equal", lambda independence, share=share: halfway(independence, share)
                 ):
-                    cells.append(solve(problem, solver, sparsity).error / theirs)
+                    cells.append(solve(problem, solver, Sparsity(sparsity)).error / theirs)
                 logs[way].append(math.log(cells[-1]))
             row = " | ".join(f"{cell:.3f}" for cell in cells)
             print(

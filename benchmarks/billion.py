@@ -103,13 +103,15 @@ def main() -> None:
         flush=True,
     )
     began = time.perf_counter()
-    choices = {
-        "solver": solver,
-        "inputs": given.inputs,
-        "memory": given.memory,
-        "log_json": given.log,
-    }
-    cut = lobs.prune(model, data, target, progress=False, **choices)
+    cut = lobs.prune(
+        model,
+        data,
+        target,
+        solver=solver,
+        inputs=given.inputs,
+        execution=lobs.Execution(memory=given.memory, log=given.log),
+        progress=False,
+    )
     took = time.perf_counter() - began
     print(
         f"kept {cut.kept_fraction:.4f}, {took:,.0f} s, peak {spelled(peak_bytes() or 0)} of "

@@ -55,7 +55,9 @@ def layers(counts: list[int], removed: float) -> None:
         judge = layer_problem(layer, dense, collect_moments(model, others, [layer])[name])
 
         def error(problem: Problem, judge: Problem = judge) -> float:
-            return judge.error_of(solve(problem, "auto", removed).weight) / judge.energy
+            return (
+                judge.error_of(solve(problem, "auto", lobs.Sparsity(removed)).weight) / judge.energy
+            )
 
         for images in counts:
             moments = collect_moments(model, train.batches(images, images), [layer])[name]
@@ -88,9 +90,13 @@ def network(name: str, counts: list[int], removed: float) -> None:
     )
     for images in counts:
         batches = train.batches(images, images)
-        by_rule = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
+        by_rule = error_rate(
+            lobs.prune(model, batches, keep=1 - removed, progress=False).model, test
+        )
         with patch("lobs.solvers.metric.few_samples", lambda *_: 0.0):
-            least = error_rate(lobs.prune(model, batches, removed, progress=False).model, test)
+            least = error_rate(
+                lobs.prune(model, batches, keep=1 - removed, progress=False).model, test
+            )
         print(
             f"  {images:5} images: {least:.2f} with the least damping, {by_rule:.2f} by rule",
             flush=True,

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.baselines.admm import admm
 from benchmarks.baselines.column_sweep import best_column_sweep
 from benchmarks.rivals import timed
-from lobs import NumericalWarning, Problem, solve
+from lobs import NumericalWarning, Problem, Sparsity, solve
 
 _SAMPLES = 4000
 
@@ -86,7 +86,7 @@ def main() -> None:
     shown = " / ".join(f"{s:.0%}" for s in given.sparsity)
     print(f"| inputs | error : greedy, {shown} | : ADMM | : sweep | seconds : greedy | : ADMM |")
     print("|---|---|---|---|---|---|")
-    solve(Problem(torch.randn(40, 80), torch.eye(80)), "auto", 0.5)  # compile first
+    solve(Problem(torch.randn(40, 80), torch.eye(80)), "auto", Sparsity(0.5))  # compile first
     for name, inputs in INPUTS.items():
         x, weight = inputs(given.columns).double(), torch.randn(given.rows, given.columns)
         columns = [
@@ -98,8 +98,10 @@ def main() -> None:
 
 def _ratios(weight: Tensor, moment: Tensor, sparsity: float) -> list[str]:
     problem = Problem(weight, moment)
-    ours, took = timed(lambda: solve(Problem(weight, moment), "auto", sparsity), 1)
-    greedy, greedy_took = timed(lambda: solve(Problem(weight, moment), "greedy", sparsity), 1)
+    ours, took = timed(lambda: solve(Problem(weight, moment), "auto", Sparsity(sparsity)), 1)
+    greedy, greedy_took = timed(
+        lambda: solve(Problem(weight, moment), "greedy", Sparsity(sparsity)), 1
+    )
     theirs, published = timed(lambda: admm(weight, moment, sparsity), 1)
     swept = best_column_sweep(weight, moment, sparsity)
     errors = [

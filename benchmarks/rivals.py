@@ -43,6 +43,7 @@ from lobs import (
 from lobs.layers import find_layers
 from lobs.solvers.costs import COSTS
 from lobs.solvers.local_search import round_work, swap
+from lobs.targets import Sparsity
 from lobs.zoo.datasets import mnist
 
 
@@ -85,7 +86,9 @@ def compare(
     """Print one line; return auto's error over ADMM's and over the sweep's."""
 
     def auto() -> Solution:
-        return solve(Problem(weight, moment, bias_column=bias, name=name), "auto", sparsity)
+        return solve(
+            Problem(weight, moment, bias_column=bias, name=name), "auto", Sparsity(sparsity)
+        )
 
     problem = Problem(weight, moment, bias_column=bias, name=name)
     published, theirs = timed(
@@ -182,7 +185,11 @@ def main() -> None:
     given = parser.parse_args()
     warnings.simplefilter("ignore", NumericalWarning)
     for kind in (torch.float32, torch.float64):  # compile first
-        solve(Problem(torch.randn(40, 80, dtype=kind), torch.eye(80, dtype=kind)), "auto", 0.5)
+        solve(
+            Problem(torch.randn(40, 80, dtype=kind), torch.eye(80, dtype=kind)),
+            "auto",
+            Sparsity(0.5),
+        )
     if given.costs:
         check_costs(given.layers)
         return

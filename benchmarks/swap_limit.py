@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.baselines.admm import admm
 from benchmarks.layer_files import read
-from lobs import NumericalWarning, Problem, solve
+from lobs import NumericalWarning, Problem, Sparsity, solve
 from lobs.solvers.kernels.compiled_swaps import finish, start
 
 
@@ -76,7 +76,7 @@ def main() -> None:
         problem = Problem(weight, moment, bias_column=bias, name=file.stem)
         picked = torch.randperm(len(weight))[: given.rows]
         for sparsity in given.sparsity:
-            found = solve(problem, "auto", sparsity)
+            found = solve(problem, "auto", Sparsity(sparsity))
             rows = Rows(problem, picked)
             delta = (admm(weight, moment, sparsity, protected=int(bias)) - weight).double()[picked]
             theirs = float(((delta @ moment.double()) * delta).sum())

@@ -16,21 +16,21 @@ def exact_count(name: str, problem: Problem) -> None:
 
 
 def zeros_are_zeros_and_protected_columns_stay(name: str, problem: Problem) -> None:
-    solution = solve(problem, name, 0.6)
+    solution = solve(problem, name, Sparsity(0.6))
     assert bool((solution.weight[~solution.mask] == 0).all())
     if problem.bias_column:
         assert bool(solution.mask[..., -1].all())
 
 
 def error_is_recomputed(name: str, problem: Problem) -> None:
-    solution = solve(problem, name, 0.5)
+    solution = solve(problem, name, Sparsity(0.5))
     groups = zip(solution.weight.view(-1, *problem.weight.shape[-2:]), problem.groups, strict=True)
     expected = sum(naive.quadratic(v.double() - w.double(), psi) for v, (w, psi) in groups)
     torch.testing.assert_close(solution.error, expected, rtol=1e-9, atol=1e-12)
 
 
 def nothing_removed_changes_nothing(name: str, problem: Problem) -> None:
-    solution = solve(problem, name, 0.0)
+    solution = solve(problem, name, Sparsity(0.0))
     torch.testing.assert_close(solution.weight, problem.weight, rtol=1e-4, atol=1e-6)
     assert solution.relative_error < 1e-4
 
@@ -43,13 +43,13 @@ def error_budget_is_kept(name: str, problem: Problem) -> None:
 
 
 def shape_and_type_are_kept(name: str, problem: Problem) -> None:
-    solution = solve(problem, name, 0.3)
+    solution = solve(problem, name, Sparsity(0.3))
     assert solution.weight.shape == solution.mask.shape == problem.weight.shape
     assert solution.weight.dtype == problem.weight.dtype
 
 
 def the_same_twice(name: str, problem: Problem) -> None:
-    a, b = solve(problem, name, 0.7), solve(problem, name, 0.7)
+    a, b = solve(problem, name, Sparsity(0.7)), solve(problem, name, Sparsity(0.7))
     assert torch.equal(a.weight, b.weight) and torch.equal(a.mask, b.mask)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from lobs import Block, ErrorBudget, NByM, Sparsity, Structured
 from lobs.errors import TargetError
-from lobs.targets import as_target, check_names, for_layer
+from lobs.targets import check_names, for_layer, wanted
 
 
 def test_count_is_the_nearest_whole_number():
@@ -37,11 +37,11 @@ def test_a_key_that_matches_no_layer_is_a_typing_error():
         check_names(Sparsity({"fc9": 0.5}), ["fc1", "fc2"])
 
 
-def test_a_number_is_a_sparsity():
-    assert as_target(0.5) == Sparsity(0.5)
-    for wrong in ("0.5", True, None):
+def test_a_kept_fraction_is_a_sparsity_and_nothing_else_is_taken():
+    assert wanted(None, 0.5) == Sparsity(0.5)
+    for wrong in ("0.5", True):
         with pytest.raises(TargetError, match="use Sparsity"):
-            as_target(wrong)
+            wanted(wrong, None)
 
 
 def test_relative_budget_scales_with_the_output():

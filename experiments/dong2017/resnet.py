@@ -118,7 +118,7 @@ def _pruned(lab: Lab, method: str, percent: str) -> tuple[nn.Module, dict[str, A
         found[name] = (
             paths[name].solve(Sparsity(removed))
             if paths
-            else solve(problems[name], method, removed)
+            else solve(problems[name], method, lobs.Sparsity(removed))
         )
         layer.write(found[name].weight)
     kept = 100 * sum(s.kept for s in found.values()) / sum(s.prunable for s in found.values())

@@ -14,7 +14,7 @@ from torch import Tensor
 from experiments.dong2017 import pictures
 from experiments.dong2017.lab import Lab, Subject, subject
 from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
-from lobs import Problem, collect_moments, solve
+from lobs import Problem, Sparsity, collect_moments, solve
 from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
 
@@ -72,7 +72,7 @@ def line(lab: Lab, method: str, kept: float) -> dict[str, Any]:
     weight = (
         _net_trim(lab, problem, inputs, kept)
         if method == "nettrim"
-        else solve(problem, method, 1 - kept / 100).weight[0]
+        else solve(problem, method, Sparsity(1 - kept / 100)).weight[0]
     )
     wanted, got = ((w.double() @ inputs).clamp_min(0) for w in (problem.weight[0], weight))
     xi = float((got - wanted).norm() / wanted.norm())

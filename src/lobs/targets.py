@@ -395,18 +395,6 @@ class Structured(Pattern):
 Target: TypeAlias = Sparsity | ErrorBudget | Budget | Pattern
 
 
-def as_target(target: Target | float) -> Target:
-    """Let a bare number stand for `Sparsity`."""
-    if isinstance(target, Target):
-        return target
-    if isinstance(target, Real) and not isinstance(target, bool):
-        return Sparsity(_number(target, "Sparsity"))
-    raise TargetError(
-        f"target {target!r} is not one of ours: use Sparsity, Budget, ErrorBudget, NByM, Block or "
-        "Structured."
-    )
-
-
 def wanted(target: Target | None, keep: float | str | Mapping[str, float | str] | None) -> Target:
     """Return the target that `target` or `keep`, exactly one of them, asks for.
 
@@ -430,12 +418,15 @@ def wanted(target: Target | None, keep: float | str | Mapping[str, float | str] 
     if isinstance(target, Target):
         return target
     if isinstance(target, Real) and not isinstance(target, bool):
-        shown = f"{float(target):g}"
+        shown = f"{_number(target, 'target'):g}"
         raise TargetError(
             f"target is {shown}: say keep={shown} to keep that fraction of the weights, or "
             f"lobs.Sparsity({shown}) to remove it."
         )
-    return as_target(target)  # type: ignore[arg-type]  # which refuses it
+    raise TargetError(
+        f"target {target!r} is not one of ours: use Sparsity, Budget, ErrorBudget, NByM, Block or "
+        "Structured."
+    )
 
 
 def _removed(keep: float | str, name: str) -> float:

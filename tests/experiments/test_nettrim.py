@@ -4,7 +4,7 @@ import pytest
 import torch
 from experiments.dong2017.nettrim import moment_bytes, net_trim, quadratic_form_bytes
 
-from lobs import LobsError, Problem, solve
+from lobs import LobsError, Problem, Sparsity, solve
 
 
 def layer(rows=4, d=8, n=120, bias=False):
@@ -86,7 +86,7 @@ def test_at_its_own_count_greedy_deletion_moves_the_outputs_less():
     trimmed = net_trim(w, x, 0.2, iterations=3000)
     removed = float((trimmed.weight == 0).double().mean())
     assert 0.2 < removed < 0.95
-    greedy = solve(Problem(w, x @ x.T / x.shape[1]), "greedy", removed)
+    greedy = solve(Problem(w, x @ x.T / x.shape[1]), "greedy", Sparsity(removed))
     assert relative_error(greedy.weight, w, x) < relative_error(trimmed.weight, w, x)
 
 

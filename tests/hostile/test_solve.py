@@ -206,6 +206,6 @@ def test_what_half_precision_cannot_hold_is_held_at_its_end():
         torch.tensor([[60000.0, 60000.0]], dtype=torch.float16),
         torch.ones(2, 2) + 0.01 * torch.eye(2),
     )
-    solution = solve(problem, "greedy", 0.5)
+    solution = solve(problem, "greedy", Sparsity(0.5))
     assert float(solution.weight.abs().max()) == 65504.0
     assert solution.error == pytest.approx(problem.error_of(solution.weight))

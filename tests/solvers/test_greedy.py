@@ -37,13 +37,13 @@ def test_sum_of_losses_is_the_recomputed_error(backend, dtype, tolerance, correl
 
 def test_weights_are_already_optimal_on_their_support():
     weight, psi = torch.randn(6, 30, dtype=torch.float64), make_moment(30)
-    solution = solve(Problem(weight, psi), "greedy", 0.7)
+    solution = solve(Problem(weight, psi), "greedy", Sparsity(0.7))
     torch.testing.assert_close(solution.weight, naive.best_on_support(weight, psi, solution.mask))
 
 
 def test_curve_is_error_plus_damping_times_the_move():
     weight, psi = torch.randn(6, 30, dtype=torch.float64), make_moment(30)
-    solution = solve(Problem(weight, psi, damping=0.1), "greedy", 0.7)
+    solution = solve(Problem(weight, psi, damping=0.1), "greedy", Sparsity(0.7))
     assert solution.damping == 0.1 and solution.curve is not None
     moved = float((solution.weight - weight).square().sum())
     torch.testing.assert_close(
@@ -75,7 +75,7 @@ def test_dead_inputs_go_first_and_cost_nothing():
     psi = make_moment(10)
     psi[:3] = 0
     psi[:, :3] = 0
-    solution = solve(Problem(torch.randn(4, 10), psi), "greedy", 0.3)
+    solution = solve(Problem(torch.randn(4, 10), psi), "greedy", Sparsity(0.3))
     assert not bool(solution.mask[:, :3].any()) and solution.error == 0 and solution.damping == 0
 
 
@@ -87,7 +87,7 @@ def test_dead_inputs_stay_free_where_others_need_damping():
     weight = torch.randn(4, 10)
     weight[:, 0] = 1000
     for name in ("greedy", "lobs"):
-        solution = solve(Problem(weight, psi), name, 4 / 40)
+        solution = solve(Problem(weight, psi), name, Sparsity(4 / 40))
         assert solution.damping > 0 and not bool(solution.mask[:, 0].any())
     assert solve(Problem(weight, psi), "greedy", ErrorBudget(0.0)).removed >= 4
 
@@ -95,6 +95,6 @@ def test_dead_inputs_stay_free_where_others_need_damping():
 def test_ill_conditioned_float32_is_swept_in_float64():
     # A stale or float32 inverse misses here; the sum of losses must still be the error.
     weight, psi = torch.randn(10, 60), make_moment(60, correlated=30.0, n=61)
-    solution = solve(Problem(weight, psi), "greedy", 0.5)
+    solution = solve(Problem(weight, psi), "greedy", Sparsity(0.5))
     assert solution.curve is not None
     assert abs(float(solution.curve[solution.removed]) / (solution.error + 1e-30) - 1) < 1e-2

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs import LOBS, SOLVERS, LobsError, Problem, Refine, solve
+from lobs import LOBS, SOLVERS, LobsError, Problem, Refine, Sparsity, solve
 from tests import naive
 from tests.conftest import make_moment
 from tests.laws import LAWS
@@ -65,11 +65,11 @@ def test_every_solver_obeys(name, kind, law):
 def test_refine_is_never_worse(name, kind):
     problem = PROBLEMS[kind]
     for fraction in (0.2, 0.5, 0.8):
-        inner = solve(problem, name, fraction)
-        resolved = solve(problem, Refine(SOLVERS[name], swaps=False), fraction)
+        inner = solve(problem, name, Sparsity(fraction))
+        resolved = solve(problem, Refine(SOLVERS[name], swaps=False), Sparsity(fraction))
         assert torch.equal(inner.mask, resolved.mask)
         assert resolved.error <= inner.error * (1 + 1e-12)
-        swapped = solve(problem, Refine(SOLVERS[name]), fraction)
+        swapped = solve(problem, Refine(SOLVERS[name]), Sparsity(fraction))
         assert swapped.removed == inner.removed
         assert swapped.error <= resolved.error * (1 + 1e-9)
 
@@ -82,7 +82,9 @@ def test_exhaustive_search_bounds_every_solver_from_below(name, seed):
     for count in (1, 3, 5):
         best = naive.exhaustive(weight, psi, count)
         found = solve(
-            Problem(weight, psi, mean=torch.ones(4), curvature=torch.ones(2, 4)), name, count / 8
+            Problem(weight, psi, mean=torch.ones(4), curvature=torch.ones(2, 4)),
+            name,
+            Sparsity(count / 8),
         )
         assert found.error >= best * (1 - 1e-9)
 
@@ -91,9 +93,9 @@ def test_identity_moment_reduces_to_magnitude():
     weight = torch.randn(6, 20)
     problem = Problem(weight, torch.eye(20))
     for fraction in (0.1, 0.5, 0.95):
-        wanted = solve(problem, "magnitude", fraction)
+        wanted = solve(problem, "magnitude", Sparsity(fraction))
         for name in ("greedy", "lobs"):
-            got = solve(problem, name, fraction)
+            got = solve(problem, name, Sparsity(fraction))
             assert torch.equal(got.mask, wanted.mask)
             torch.testing.assert_close(got.weight, wanted.weight)
 
@@ -102,9 +104,9 @@ def test_diagonal_moment_reduces_to_obd():
     weight = torch.randn(6, 20)
     problem = Problem(weight, torch.diag(torch.rand(20) + 0.01))
     for fraction in (0.1, 0.5, 0.95):
-        wanted = solve(problem, "obd", fraction)
+        wanted = solve(problem, "obd", Sparsity(fraction))
         for name in ("greedy", "lobs"):
-            got = solve(problem, name, fraction)
+            got = solve(problem, name, Sparsity(fraction))
             assert torch.equal(got.mask, wanted.mask)
             torch.testing.assert_close(got.weight, wanted.weight)
 
@@ -115,7 +117,7 @@ def test_lobs_is_the_published_algorithm_step_by_step():
         problem = Problem(weight, psi, bias_column=bias)
         for count in (1, 17, problem.prunable):
             expected, mask = naive.lobs(weight, psi, count, protected=int(bias))
-            got = solve(problem, "lobs", count / problem.prunable)
+            got = solve(problem, "lobs", Sparsity(count / problem.prunable))
             assert torch.equal(got.mask, mask)
             torch.testing.assert_close(got.weight, expected)
 
@@ -131,14 +133,14 @@ def test_lobs_in_panels_is_lobs_one_deletion_at_a_time(monkeypatch):
     problem = Problem(weight, psi, bias_column=True)
     for count in (3, 50, 101, problem.prunable):
         expected, mask = naive.lobs(weight, psi, count, protected=1)
-        got = solve(problem, "lobs", count / problem.prunable)
+        got = solve(problem, "lobs", Sparsity(count / problem.prunable))
         assert torch.equal(got.mask, mask)
         torch.testing.assert_close(got.weight, expected)
 
 
 def test_refine_solves_least_squares_on_the_support():
     weight, psi = torch.randn(5, 12, dtype=torch.float64), make_moment(12)
-    got = solve(Problem(weight, psi), "magnitude+refine", 0.6)
+    got = solve(Problem(weight, psi), "magnitude+refine", Sparsity(0.6))
     torch.testing.assert_close(got.weight, naive.best_on_support(weight, psi, got.mask))
 
 
@@ -146,15 +148,15 @@ def test_random_repeats_with_its_seed_and_differs_with_another():
     from lobs import Scored
 
     problem = Problem(torch.randn(5, 12), make_moment(12))
-    same = [solve(problem, Scored("random", seed=s), 0.5).mask for s in (3, 3, 4)]
+    same = [solve(problem, Scored("random", seed=s), Sparsity(0.5)).mask for s in (3, 3, 4)]
     assert torch.equal(same[0], same[1]) and not torch.equal(same[0], same[2])
 
 
 def test_lobs_damps_a_singular_moment_by_one_over_alpha():
     samples = torch.randn(5, 12, dtype=torch.float64)
     problem = Problem(torch.randn(3, 12), samples.T @ samples / 5)
-    assert solve(problem, "lobs", 0.5).damping == 1e-4
-    assert solve(problem, LOBS(alpha=1e3), 0.5).damping == 1e-3
-    assert solve(Problem(torch.randn(3, 12), make_moment(12)), "lobs", 0.5).damping == 0
+    assert solve(problem, "lobs", Sparsity(0.5)).damping == 1e-4
+    assert solve(problem, LOBS(alpha=1e3), Sparsity(0.5)).damping == 1e-3
+    assert solve(Problem(torch.randn(3, 12), make_moment(12)), "lobs", Sparsity(0.5)).damping == 0
     with pytest.raises(LobsError, match="must be positive"):
         LOBS(alpha=0)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lobs import ErrorBudget, Problem, solve
+from lobs import ErrorBudget, Problem, Sparsity, solve
 from lobs.errors import NumericalWarning, ProblemError, warning_once
 from lobs.solvers import linalg, metric
 from tests.conftest import make_moment
@@ -77,7 +77,9 @@ def test_a_bias_does_not_decide_how_much_quiet_inputs_are_damped():
     for units in (1.0, 1e-3):
         y = torch.cat([inputs * units, torch.ones(40, 1, dtype=torch.float64)], dim=1)
         w = torch.cat([weight[:, :20] / units, weight[:, 20:]], dim=1)
-        found.append(solve(Problem(w, y.T @ y / 40, bias_column=True, samples=40), "greedy", 0.5))
+        found.append(
+            solve(Problem(w, y.T @ y / 40, bias_column=True, samples=40), "greedy", Sparsity(0.5))
+        )
     assert torch.equal(found[0].mask, found[1].mask)
     assert found[1].error == pytest.approx(
         found[0].error, rel=0.2
@@ -114,8 +116,10 @@ def test_on_new_data_weights_fitted_to_few_samples_are_better_for_the_damping(sa
     judge = Problem(weight, new.T @ new / len(new))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericalWarning)
-        with_rule = judge.error_of(solve(problem, solver, 0.7).weight)
-        without = judge.error_of(solve(replace(problem, samples=None), solver, 0.7).weight)
+        with_rule = judge.error_of(solve(problem, solver, Sparsity(0.7)).weight)
+        without = judge.error_of(
+            solve(replace(problem, samples=None), solver, Sparsity(0.7)).weight
+        )
     assert with_rule < 0.9 * without
 
 

@@ -210,7 +210,7 @@ def test_blocks_of_one_weight_are_exact():
     for fraction in (0.1, 0.5, 0.9, 1.0):
         assert torch.equal(
             solve(problem, "greedy", Block(fraction, (1, 1))).mask,
-            solve(problem, "greedy", fraction).mask,
+            solve(problem, "greedy", Sparsity(fraction)).mask,
         )
 
 
@@ -309,4 +309,4 @@ def test_the_column_sweep_is_never_better():
             assert solve(problem, "greedy", NByM(*pattern)).error < 0.9 * problem.error_of(swept)
         swept = best_column_sweep(weight, psi, 0.7)
         assert int((swept == 0).sum()) == round(0.7 * weight.numel())
-        assert solve(problem, "greedy", 0.7).error < problem.error_of(swept)
+        assert solve(problem, "greedy", Sparsity(0.7)).error < problem.error_of(swept)

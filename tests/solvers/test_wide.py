@@ -25,6 +25,7 @@ from lobs.solvers.least_squares import (
     weighted_error,
 )
 from lobs.solvers.local_search import swap
+from lobs.targets import Sparsity
 from tests.conftest import make_moment
 
 
@@ -40,7 +41,7 @@ def test_swaps_reach_pools_smaller_than_the_layer(monkeypatch):
     monkeypatch.setattr("lobs.solvers.local_search._POOL", 8)
     monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 8)
     p = problem()
-    first = solve(p, Scored("magnitude"), 0.7)
+    first = solve(p, Scored("magnitude"), Sparsity(0.7))
     one = on_support(p, swap(p, first.mask, rounds=1)[0])
     many = on_support(p, swap(p, first.mask, rounds=12)[0])
     assert many.error <= one.error < on_support(p, first.mask).error
@@ -52,13 +53,13 @@ def test_swaps_reach_pools_smaller_than_the_layer(monkeypatch):
 
 def test_a_time_budget_of_nothing_returns_the_start():
     p = problem()
-    first = solve(p, Scored("magnitude"), 0.5)
+    first = solve(p, Scored("magnitude"), Sparsity(0.5))
     assert torch.equal(swap(p, first.mask, seconds=0.0)[0], first.mask)
 
 
 def test_conjugate_gradients_agree_with_cholesky_where_it_is_dear(monkeypatch):
     p = problem()
-    mask = solve(p, "admm", 0.5).mask
+    mask = solve(p, "admm", Sparsity(0.5)).mask
     direct = on_support(p, mask)
     monkeypatch.setattr("lobs.solvers.least_squares._MANY", 0.0)
     iterated = on_support(p, mask)
@@ -70,7 +71,7 @@ def test_weights_that_swaps_leave_need_no_second_solve(monkeypatch):
     monkeypatch.setattr("lobs.solvers.local_search._POOL", 8)
     monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 8)
     p = problem()
-    mask, near, _ = swap(p, solve(p, Scored("magnitude"), 0.6).mask, rounds=2)
+    mask, near, _ = swap(p, solve(p, Scored("magnitude"), Sparsity(0.6)).mask, rounds=2)
     direct = on_support(p, mask)
     monkeypatch.setattr("lobs.solvers.least_squares._FEW", -1.0)
     monkeypatch.setattr("lobs.solvers.least_squares.least_squares", None)  # must not be asked
@@ -79,7 +80,7 @@ def test_weights_that_swaps_leave_need_no_second_solve(monkeypatch):
 
 def test_swaps_without_room_for_factors_are_as_good(monkeypatch):
     p = problem()
-    first = solve(p, Scored("magnitude"), 0.6).mask
+    first = solve(p, Scored("magnitude"), Sparsity(0.6)).mask
     monkeypatch.setattr("lobs.solvers.local_search._POOL", 8)
     monkeypatch.setattr("lobs.solvers.local_search._LEAST_POOL", 8)
     with_room = on_support(p, *swap(p, first)[:2]).error
@@ -113,7 +114,9 @@ def test_auto_is_never_above_any_start_it_ran():
         p = problem(d=d)
         firsts = [ADMM()] if p.weight.numel() * d > 1e6 else [ADMM(), GreedyOBS()]
         for fraction, first in itertools.product((0.3, 0.6, 0.9), firsts):
-            assert solve(p, "auto", fraction).error <= solve(p, first, fraction).error * (1 + 1e-6)
+            assert solve(p, "auto", Sparsity(fraction)).error <= solve(
+                p, first, Sparsity(fraction)
+            ).error * (1 + 1e-6)
 
 
 def _correlated(kind, d=160):
@@ -135,11 +138,11 @@ def _correlated(kind, d=160):
 def test_units_of_equal_cost_find_better_supports(kind, monkeypatch):
     x = _correlated(kind)
     p = Problem(torch.randn(40, 160), x.mT @ x / len(x))
-    ours = [solve(p, ADMM(), f).error for f in (0.5, 0.8, 0.95)]
+    ours = [solve(p, ADMM(), Sparsity(f)).error for f in (0.5, 0.8, 0.95)]
     monkeypatch.setattr(
         "lobs.solvers.admm._equal", lambda independence: torch.ones_like(independence).unsqueeze(-2)
     )
-    plain = [solve(p, ADMM(), f).error for f in (0.5, 0.8, 0.95)]
+    plain = [solve(p, ADMM(), Sparsity(f)).error for f in (0.5, 0.8, 0.95)]
     ratios = [a / b for a, b in zip(ours, plain, strict=True)]
     assert ratios[0] < 0.95 and max(ratios) < 1.1
 
@@ -171,7 +174,9 @@ def test_columns_that_replace_each_other_do_not_mislead_auto(kind, fraction):
     """ADMM drops such columns together: from its support `auto` ended 13 × above the greedy."""
     x = _replaceable(kind)
     p = Problem(torch.randn(64, 256), x.mT @ x / len(x))
-    assert solve(p, "auto", fraction).error <= solve(p, "greedy", fraction).error * (1 + 1e-3)
+    assert solve(p, "auto", Sparsity(fraction)).error <= solve(
+        p, "greedy", Sparsity(fraction)
+    ).error * (1 + 1e-3)
 
 
 def test_columns_that_replace_each_other_do_not_mislead_auto_by_error():
@@ -189,7 +194,7 @@ def test_rows_that_matter_little_do_not_hide_a_poor_start():
     """Rows trade by importance, so gains and remaining errors must both be weighted by it."""
     x, matters = _replaceable("pairs"), torch.cat([torch.ones(32), torch.zeros(32)])
     p = Problem(torch.randn(64, 256), x.mT @ x / len(x), row_weight=matters)
-    ours, greedy = (solve(p, solver, 0.7).weight for solver in ("auto", "greedy"))
+    ours, greedy = (solve(p, solver, Sparsity(0.7)).weight for solver in ("auto", "greedy"))
     assert weighted_error(p, ours) <= weighted_error(p, greedy) * (1 + 1e-3)
 
 
@@ -197,7 +202,7 @@ def test_rows_that_matter_little_do_not_hide_a_poor_start():
 def test_swaps_know_no_units(size):
     p, x = problem(64, 200), _replaceable("pairs", 200)
     plain, scaled = (Problem(p.weight * s, x.mT @ x / len(x)) for s in (1.0, size))
-    first = solve(plain, Scored("magnitude"), 0.6).mask
+    first = solve(plain, Scored("magnitude"), Sparsity(0.6)).mask
     errors = [on_support(q, *swap(q, first)[:2]).error for q in (plain, scaled)]
     assert errors[1] == pytest.approx(errors[0] * size**2, rel=1e-2)
 
@@ -205,7 +210,7 @@ def test_swaps_know_no_units(size):
 def test_auto_tries_other_starts_only_where_the_first_was_poor(monkeypatch):
     x = _correlated("factors", 300)
     monkeypatch.setattr("lobs.solvers.auto.GreedyOBS", None)  # must not be asked
-    solve(Problem(torch.randn(40, 300), x.mT @ x / len(x)), "auto", 0.7)
+    solve(Problem(torch.randn(40, 300), x.mT @ x / len(x)), "auto", Sparsity(0.7))
 
 
 @pytest.mark.parametrize("solver", ["auto", "admm"])
@@ -214,7 +219,7 @@ def test_a_moment_that_rounding_makes_indefinite_is_solved(solver):
     y = (x + 10 * x[:, :1]).double()
     p = Problem(torch.randn(4, 200), y.T @ y / 10)
     with pytest.warns(NumericalWarning):
-        found = solve(p, solver, 0.02)
+        found = solve(p, solver, Sparsity(0.02))
     assert found.removed == 16 and torch.isfinite(found.weight).all()
 
 
@@ -241,9 +246,11 @@ def test_auto_keeps_an_error_budget():
 
 
 def test_importance_moves_weights_to_rows_that_matter():
-    plain = solve(problem(), "auto", 0.8)
+    plain = solve(problem(), "auto", Sparsity(0.8))
     for solver in (Auto(patience=0.0), Auto(patience=1e9), Refine(Scored("magnitude"))):
-        weighted = solve(problem(row_weight=torch.tensor([50.0] + [1.0] * 19)), solver, 0.8)
+        weighted = solve(
+            problem(row_weight=torch.tensor([50.0] + [1.0] * 19)), solver, Sparsity(0.8)
+        )
         assert weighted.removed == plain.removed
         assert int(weighted.mask[0].sum()) > int(plain.mask[0].sum())
 
@@ -258,7 +265,7 @@ def test_impossible_settings_are_refused(settings):
 
 def test_few_wide_rows_are_searched_too():
     p = problem(rows=3, d=120)
-    assert solve(p, "auto", 0.5).error < solve(p, ADMM(), 0.5).error
+    assert solve(p, "auto", Sparsity(0.5)).error < solve(p, ADMM(), Sparsity(0.5)).error
 
 
 @pytest.mark.parametrize(("rows", "d", "noise"), [(12, 150, 0.05), (6, 300, 0.02)])
@@ -270,7 +277,10 @@ def test_the_law_holds_where_float32_sees_little_of_the_error(rows, d, noise):
     x = base @ mix / (d // 8) ** 0.5 + noise * torch.randn(3000, d, dtype=torch.float64)
     p = Problem(torch.randn(rows, d), (x.mT @ x / 3000).float())
     for fraction in (0.01, 0.05, 0.2, 0.5):
-        found, first = solve(p, Auto(patience=1e9), fraction), solve(p, "greedy", fraction)
+        found, first = (
+            solve(p, Auto(patience=1e9), Sparsity(fraction)),
+            solve(p, "greedy", Sparsity(fraction)),
+        )
         assert found.error <= first.error * (1 + 1e-6)
         assert found.error <= on_support(p, found.mask).error * (1 + 1e-5)
 
@@ -279,7 +289,10 @@ def test_the_law_holds_where_float32_sees_little_of_the_error(rows, d, noise):
 def test_narrow_layers_are_searched_too(rows, d):
     p = problem(rows=rows, d=d)
     for fraction in (0.5, 0.9):
-        assert solve(p, "auto", fraction).error < 0.999 * solve(p, "greedy", fraction).error
+        assert (
+            solve(p, "auto", Sparsity(fraction)).error
+            < 0.999 * solve(p, "greedy", Sparsity(fraction)).error
+        )
 
 
 @pytest.mark.parametrize("scale", [1e-26, 1.0, 1e19])

@@ -40,6 +40,11 @@ def certify(
         held_out: other inputs to measure the distance on.
         layers: names or globs of the layers that may differ; all by default.
     """
+    for name, network in (("dense", dense), ("pruned", pruned)):
+        if not isinstance(network, nn.Module):
+            raise UnsupportedLayerError(
+                f"{name} is a {type(network).__name__}: write certify(dense, pruned, batches)."
+            )
     before, after = (
         {layer.name: layer for layer in find_layers(m, layers)} for m in (dense, pruned)
     )

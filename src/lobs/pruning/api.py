@@ -117,7 +117,8 @@ def forecast(
     """
     asked = checked(model, wanted(target, keep), options)
     data, limit = guarded(batches), asked.execution.memory_bytes
-    with limited(limit, taken_in_the_end(model, list(asked.layers))):
+    group = find_group(asked.execution.distributed)
+    with limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
         return _forecasted(model, data, asked)
 
 

@@ -50,7 +50,7 @@ def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, li
     assert isinstance(budget, Budget)
     assert budget.drop is not None
     assert budget.evaluate is not None
-    dense = _score(budget.evaluate, session.model, session.store, "dense score")
+    dense = _dense_score(session, budget.evaluate)
     total = sum(session.prunable.values())
     limits = [removable(budget, name, n) for name, n in session.prunable.items()]
     forced, most = (sum(part) for part in zip(*limits, strict=True))
@@ -97,26 +97,42 @@ def _warn_of_an_error_rate(trials: list[Trial], dense: float, total: int) -> Non
         )
 
 
+def _dense_score(session: Session, evaluate: Evaluate) -> float:
+    """Score the dense network, also in a resumed run: a fingerprint says little of a function."""
+    key, score = "dense score", _evaluated(evaluate, session.model)
+    saved = session.store.read(key)
+    if saved is None:
+        session.store.write(key, {}, {"score": score})
+    elif saved.record["score"] != score:
+        raise LobsError(
+            f"evaluate gives the dense network {score:.6g}, but gave {saved.record['score']:.6g} "
+            "when the run began: it has changed or is random. Use the same one, or another folder."
+        )
+    return score
+
+
 def _score(evaluate: Evaluate, model: nn.Module, run_store: RunStore, key: str) -> float:
     saved = run_store.read(key)
     if saved is not None:
         return float(saved.record["score"])
+    score = _evaluated(evaluate, model)
+    run_store.write(key, {}, {"score": score})
+    return score
+
+
+def _evaluated(evaluate: Evaluate, model: nn.Module) -> float:
     score = 0.0
     with process_group().raise_together():
         if process_group().leads:
-            with (
-                user_code("evaluate"),
-                evaluating(model),
-            ):  # a function that forgets eval mode would train batch norms
+            # A function that forgets eval mode would train batch norms.
+            with user_code("evaluate"), evaluating(model):
                 value = evaluate(model)
             try:
                 score = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise LobsError(
                     f"evaluate returned {value!r}; it must return a number, larger is better."
                 ) from None
             if math.isnan(score):
                 raise LobsError("evaluate returned NaN; it must return a number, larger is better.")
-    score = float(process_group().all_gather(score)[0])
-    run_store.write(key, {}, {"score": score})
-    return score
+    return float(process_group().all_gather(score)[0])

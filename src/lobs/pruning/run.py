@@ -217,7 +217,7 @@ class Run:
         with phase("solve", layer=layer.name):
             if target is None:  # it stays as it is, to the bit
                 dense = self.session.dense(layer.name)
-                solution = replace(solve(problem, "magnitude", 0.0), weight=dense, error=0.0)
+                solution = replace(solve(problem, "magnitude", keep=1.0), weight=dense, error=0.0)
             else:
                 solution = solve(problem, options.solver, target)
         return FinishedLayer(

@@ -16,7 +16,7 @@ from lobs.solvers.layerwise_obs import LOBS
 from lobs.solvers.problem import Problem, Solver
 from lobs.solvers.refine import Refine
 from lobs.solvers.solution import Solution, finish
-from lobs.targets import ErrorBudget, Target, as_target
+from lobs.targets import ErrorBudget, Target, wanted
 
 __all__ = [
     "ADMM",
@@ -50,17 +50,24 @@ SOLVERS: dict[str, Solver] = {
 }
 
 
-def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Solution:
+def solve(
+    problem: Problem,
+    solver: str | Solver,
+    target: Target | None = None,
+    *,
+    keep: float | str | None = None,
+) -> Solution:
     """Make one layer sparse and return the solution.
 
     Args:
         problem: the layer problem.
         solver: a name from `SOLVERS`, or a solver.
-        target: what to remove; a number stands for `Sparsity`.
+        target: `Sparsity`, `ErrorBudget` or a pattern.
+        keep: the fraction of weights to keep, in place of a target: 0.1 or "10%".
 
     >>> import torch
     >>> problem = Problem(torch.tensor([[3.0, 1.0, 2.0]]), torch.eye(3))
-    >>> solve(problem, "greedy", 1 / 3).weight
+    >>> solve(problem, "greedy", keep=2 / 3).weight
     tensor([[3., 0., 2.]])
     """
     chosen = as_solver(solver)
@@ -75,23 +82,23 @@ def solve(problem: Problem, solver: str | Solver, target: Target | float) -> Sol
             f"{problem.name}: solver {solver!r} is not compatible with this problem: missing "
             f"{', '.join(missing)}. Pass it to Problem, or use lobs.collect_moments."
         )
-    wanted = as_target(target)
+    asked = wanted(target, keep)
     if problem.prunable == 0:  # no rows, or nothing but biases
         return finish(
             problem,
             problem.weight.to(torch.float64),
             torch.ones_like(problem.weight, dtype=torch.bool),
         )
-    found = problem.given_back(chosen(problem, wanted))
-    if problem.units is None or not isinstance(wanted, ErrorBudget):
+    found = problem.given_back(chosen(problem, asked))
+    if problem.units is None or not isinstance(asked, ErrorBudget):
         return found
     # A wide layer's weights are rounded to its own dtype after the choice. Where that exceeds the
     # limit, a stricter target is solved.
-    limit = wanted.limit(problem.energy)
-    epsilon = float(wanted.epsilon)  # type: ignore[arg-type]  # a number for a single layer
+    limit = asked.limit(problem.energy)
+    epsilon = float(asked.epsilon)  # type: ignore[arg-type]  # a number for a single layer
     while found.removed and found.error > limit:
         epsilon *= 0.97
-        found = problem.given_back(chosen(problem, replace(wanted, epsilon=epsilon)))
+        found = problem.given_back(chosen(problem, replace(asked, epsilon=epsilon)))
     return found
 
 

@@ -181,6 +181,10 @@ def hold(model: nn.Module, masks: Mapping[str, Tensor], optimizer: Optimizer | N
         >>> layer.weight[0, 1].item()
         0.0
     """
+    if not isinstance(masks, Mapping):
+        raise MaskError(
+            f"masks is a {type(masks).__name__}: write hold(model, result.masks, optimizer)."
+        )
     return Hold(model, masks, optimizer)
 
 

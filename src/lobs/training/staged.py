@@ -262,7 +262,7 @@ class _StageStore:
     ) -> None:
         """Keep a finished stage."""
         if self.folder is not None:
-            record = {**self._identity, "stage": repr(stage), "result": vars(result)}
+            record = {**self._identity, "stage": _printed(stage), "result": vars(result)}
             save(model, self._file(number), masks, record)
 
     def read(
@@ -272,7 +272,7 @@ class _StageStore:
         if self.folder is None or not self._file(number).is_file():
             return None
         saved = load(self._file(number))
-        for key, value in {**self._identity, "stage": repr(stage)}.items():
+        for key, value in {**self._identity, "stage": _printed(stage)}.items():
             if saved.record.get(key) != value:
                 raise FileError(
                     f"'{self._file(number)}' holds another {_NAMES[key]} "
