@@ -402,10 +402,9 @@ def wanted(target: Target | None, keep: float | str | Mapping[str, float | str] 
     Sparsity(fraction=0.93, scope='network')
     """
     if (target is None) == (keep is None):
-        given = "neither" if target is None else "both"
+        wrong = "neither target nor keep is" if target is None else "both target and keep are"
         raise TargetError(
-            f"{given} of target and keep is given: say keep=0.1 to keep 10 % of the weights, or "
-            "give a target."
+            f"{wrong} given: say keep=0.1 to keep 10 % of the weights, or give a target."
         )
     if keep is not None:
         if isinstance(keep, Mapping):

@@ -209,7 +209,7 @@ def test_a_users_own_network_from_the_shell(tmp_path):
     assert code == 0 and "everything holds" in out, out + err
     code, out, _ = run("prune", "mycode:silent", "--keep", "50%", cwd=tmp_path)
     assert code == 0 and (tmp_path / "mycode-silent-keep50.safetensors").is_file()
-    assert out.splitlines()[0] == "writing mycode-silent-keep50.safetensors"
+    assert out.splitlines()[0] == "result goes to mycode-silent-keep50.safetensors"
 
 
 def test_a_network_wide_budget_from_the_shell():

@@ -385,3 +385,25 @@ def test_what_training_gives_back_shows_no_tensors():
     done = retrain(cut.model, cut.masks, [task()], iterations=2, evaluate=score, progress=False)
     assert repr(done).startswith("Retraining(2 iterations, score -")
     assert repr(Shuffled(*task(), 24)) == "Shuffled(240 samples, batch_size=24)"
+
+
+def test_a_score_that_leaves_the_network_in_eval_mode_does_not_change_training():
+    modes = []
+
+    class Noted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x):
+            modes.append(self.training)
+            return self.fc(x)
+
+    def leaves_eval(model):
+        model.eval()
+        return 0.0
+
+    model, data = Noted(), [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
+    masks = {"fc.weight": torch.ones(3, 4, dtype=torch.bool)}
+    retrain(model, masks, data, iterations=6, evaluate=leaves_eval, every=2, progress=False)
+    assert modes and all(modes)

@@ -53,7 +53,7 @@ def demo(
     """
     folder = make_folder(out)
     if not json:
-        say(f"writing into {folder}")
+        say(f"results go to {folder}")
     from lobs.cli.subject import open_subject
     from lobs.report import write_report
 

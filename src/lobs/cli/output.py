@@ -101,7 +101,7 @@ def say(text: str) -> None:
 def announce(path: object, json: bool) -> None:
     """Say where the result will be written, before any work."""
     if leads() and not json:
-        say(f"writing {path}")
+        say(f"result goes to {path}")
 
 
 def leads() -> bool:

@@ -19,7 +19,7 @@ from lobs.cli.options import (
     complete_file,
 )
 from lobs.cli.output import command_line, print_json, say
-from lobs.errors import LobsError
+from lobs.errors import FileError, LobsError
 
 if TYPE_CHECKING:
     from lobs.report import Run
@@ -116,11 +116,19 @@ def _names(files: list[Path]) -> list[str]:
 def _pictured(run: Run, path: Path, trust: bool, code: str | None) -> Run:
     """Return the run with its dense network and an input, or with a note on why they lack."""
     from lobs.cli.subject import open_subject
+    from lobs.storage.checkpoint import load
+    from lobs.storage.run_store import weights_hash
 
     try:
         dense = open_subject(code or _origin(path, trust), 200, trust=trust)
         pruned = open_subject(str(path), 1, trust=trust, network=code)
         example: Any = next(iter(dense.batches), None)
+        expected = load(path).record.get("origin_weights")
+        if expected is not None and expected != weights_hash(dense.model):
+            raise FileError(
+                f"{dense.origin} is not the network that was pruned: a function must return the "
+                "same network each time"
+            )
     except LobsError as error:
         return replace(run, note=f"some pictures are missing, because {str(error).rstrip('.')}.")
     return replace(run, dense=dense.model, pruned=pruned.model, example=example)

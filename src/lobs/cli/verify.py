@@ -105,7 +105,7 @@ def _why_skipped(saved: Checkpoint) -> str:
     if "stages" in saved.record:
         return "errors not recomputed: a network pruned in stages has no record of them"
     if not isinstance(saved.record.get("origin"), str):
-        return "errors not recomputed: the file does not say where the dense network comes from"
+        return "errors not recomputed: a file saved from Python does not name its calibration data"
     return ""
 
 

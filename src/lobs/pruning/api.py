@@ -27,7 +27,7 @@ from lobs.pruning.run import Run, run_rounds
 from lobs.pruning.session import Session
 from lobs.solvers.solution import Solution
 from lobs.storage.run_store import fingerprint, open_run_store
-from lobs.targets import Budget, Pattern, Target, wanted
+from lobs.targets import Budget, Pattern, Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,7 +65,7 @@ def prune(
     began = time.perf_counter()
     if not isinstance(inplace, bool):
         raise LobsError(f"inplace is {inplace!r}: True or False.")
-    asked = checked(model, wanted(target, keep), options)
+    asked = checked(model, target, options, keep)
     data = guarded(batches)
     other = None if held_out is None else guarded(held_out, again=False, name="held_out")
     with _prepared(model, asked, progress) as log, _opened(model, data, asked) as session:
@@ -115,7 +115,7 @@ def forecast(
         keep: as for `prune`.
         **options: as for `prune`.
     """
-    asked = checked(model, wanted(target, keep), options)
+    asked = checked(model, target, options, keep)
     data, limit = guarded(batches), asked.execution.memory_bytes
     group = find_group(asked.execution.distributed)
     with limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):

@@ -84,18 +84,17 @@ class Forecast:
         return sum(stage.seconds for stage in self.stages)
 
     def __str__(self) -> str:
-        lines = [
-            f"{stage.name}: a network's passes over the data {stage.passes}, seconds about "
-            f"{stage.seconds:,.1f}"
-            for stage in self.stages
-        ]
+        rows = [(stage.name, stage.passes, stage.seconds) for stage in self.stages]
+        rows.append(("in all", self.passes, self.seconds))
+        width = max(len(name) for name, _, _ in rows)
+        lines = [f"{'phase':<{width}}  passes over the data  about seconds"]
+        lines += [f"{name:<{width}}  {n:>20,}  {took:>13,.1f}" for name, n, took in rows]
         held = f"; {spelled(self.spilled)} of moments go to temporary files" if self.spilled else ""
         promised = "" if self.limit is None else f" of {spelled(self.limit)}"
-        lines.append(f"in all: {self.passes}, about {self.seconds:,.1f} seconds")
         lines.append(
-            f"memory: about {spelled(self.peak)}{promised}: {spelled(self.fixed)} for what is "
-            "there and the network's copy, "
-            f"{spelled(self.widest_bytes)} for layer '{self.widest}'{held}"
+            f"memory: about {spelled(self.peak)}{promised}: {spelled(self.fixed)} for this process "
+            f"and the network's copy, {spelled(self.widest_bytes)} for layer "
+            f"'{self.widest}'{held}"
         )
         return "\n".join(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -19,7 +19,7 @@ from lobs.pruning import feasibility
 from lobs.pruning.refit.joint import WORK, Refit
 from lobs.solvers import Auto, as_solver
 from lobs.solvers.problem import Solver
-from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target
+from lobs.targets import Budget, ErrorBudget, Pattern, Sparsity, Target, wanted
 
 Inputs: TypeAlias = Literal["dense", "pruned", "asymmetric"]
 
@@ -161,19 +161,26 @@ class Options:
         return known if limit is None else {**known, "memory": limit}
 
 
-def checked(model: nn.Module, target: Target, given: PruneOptions) -> Options:
+def checked(
+    model: nn.Module,
+    target: Target | None,
+    given: PruneOptions,
+    keep: float | str | Mapping[str, float | str] | None = None,
+) -> Options:
     """Return the completed options of a call; refuse, before any data is read, what cannot be done.
 
     Args:
         model: the network to prune.
-        target: what is wanted.
+        target: what is wanted; None where `keep` says it.
         given: the keyword arguments of `prune`.
+        keep: the fraction of weights to keep.
     """
     if not isinstance(model, nn.Module):
         raise LobsError(
             f"model is a {type(model).__name__}: give a torch.nn.Module first, then the batches."
         )
     _check_names(given)
+    target = wanted(target, keep)
     numerics, execution = _values(given)
     if numerics.prune_bias and isinstance(target, Pattern):
         raise LobsError("prune_bias does not go with patterns, which are made of weights.")
@@ -196,7 +203,7 @@ _MOVED = {
     "diagnostics": "execution=lobs.Execution(diagnostics=True)",
     "evaluate": "lobs.Budget(drop=…, evaluate=…)",
     "rounds": "lobs.Sparsity(…, rounds=…)",
-    "sparsity": "keep=…, the fraction that stays",
+    "sparsity": "lobs.Sparsity(…), or keep=… for the fraction that stays",
     "passes": "lobs.Sparsity(…, rounds=…)",
     "compensate": "refit=…",
     "log_json": "execution=lobs.Execution(log=…)",

@@ -70,14 +70,20 @@ def _cells(layer: LayerResult) -> tuple[str, ...]:
 def _change(result: PruningRecord) -> str:
     """Describe how far the network's output moved, and how far it can have moved."""
     found = result.certificate
-    measured, bound = (None if x is None else f"{x:.4g}" for x in (found.measured, found.bound))
+
+    def shown(change: float) -> str:
+        relative = found.relative(change)
+        return f"{change:.4g}" if relative is None else f"{100 * relative:.3g} %"
+
+    measured, bound = (None if x is None else shown(x) for x in (found.measured, found.bound))
     parts = [] if measured is None else [f"{measured} measured"]
     if found.held_out is not None:
-        parts.append(f"{found.held_out:.4g} on held-out inputs")
+        parts.append(f"{shown(found.held_out)} on held-out inputs")
     if bound not in (None, measured):  # a bound that equals the measurement adds nothing
         parts.append(f"at most {bound} proven")
     samples = result.settings.get("samples")
-    unit = "root mean square" + (f", {samples:,} calibration samples" if samples else "")
+    unit = "root mean square" if found.output_norm is None else "of the output's norm"
+    unit += f", {samples:,} calibration samples" if samples else ""
     line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."
     return line if found.bound is not None else f"{line} No bound: {found.reason}."
 

@@ -81,7 +81,10 @@ def _tests(runs: Sequence[Run]) -> Column:
     """Return the test errors. Runs with different metrics name them and are not compared."""
     texts = [f"{fixed(run.error_before)} → {fixed(run.error_after)}" for run in runs]
     if len({run.metric for run in runs}) == 1:
-        return Column(runs[0].metric, [run.error_after for run in runs], texts)
+        metric = runs[0].metric
+        sign = 1 if "error" in metric.lower() else -1  # of a score, larger is better
+        values = [None if run.error_after is None else sign * run.error_after for run in runs]
+        return Column(metric, values, texts)
     return Column(
         "test",
         [None] * len(runs),

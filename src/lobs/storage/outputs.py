@@ -32,6 +32,9 @@ def check_order(model: Any, path: Any, call: str) -> None:
     if isinstance(model, str | os.PathLike):
         right = call.format(path=repr(os.fspath(model)))
         raise FileError(f"the network comes before the path: write {right}.")
+    if hasattr(model, "masks") and hasattr(model, "model"):
+        right = call.format(path=repr(path) if isinstance(path, str) else "path")
+        raise FileError(f"this is a result: give its network, result.model, as in {right}.")
     if not isinstance(path, str | os.PathLike):
         right = call.format(path="path")
         raise FileError(f"path is a {type(path).__name__}: give a file name, as in {right}.")

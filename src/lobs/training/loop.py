@@ -127,7 +127,8 @@ class TrainingLoop:
         if self.settings.evaluate is not None:
             # Evaluation must not change what training draws next.
             with torch.random.fork_rng(devices=[]):
-                with user_code("evaluate"):
+                # Whatever mode the function leaves, training goes on in its own.
+                with user_code("evaluate"), evaluating(state.model):
                     score = float(self.settings.evaluate(state.model))
                 state.counters["history"].append([state.counters["iteration"], score])
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from lobs.calibration.batches import guarded
 from lobs.deploy.shrink.cut import fit_to, keep_inputs, keep_normed, keep_units
 from lobs.deploy.shrink.flow import Flow, Space, follow
-from lobs.errors import CalibrationError
+from lobs.errors import CalibrationError, ExportError
 
 __all__ = ["Shrinkage", "fit_to", "shrink"]
 
@@ -61,6 +61,10 @@ def shrink(
         model: any network that `torch.fx` can trace; left as it was found.
         batches: the batches that `prune` takes, of which the first is used, or one input.
     """
+    if not isinstance(model, nn.Module):
+        raise ExportError(
+            f"model is a {type(model).__name__}: give the network, such as result.model."
+        )
     example = _first(batches)
     smaller = copy.deepcopy(model)
     was: dict[str, int] = {}
