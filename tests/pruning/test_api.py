@@ -229,7 +229,7 @@ def test_half_precision_weights_stay_half():
 def test_summary_says_what_was_done():
     text = lobs.prune(network(), DATA, lobs.Sparsity(0.5), progress=False).summary()
     assert text.startswith("2.0× fewer weights: 607 of 1,214 kept (50.00 %).\n")
-    assert re.search(r"Output change: \S+ measured.* \(root mean square, ", text)
+    assert re.search(r"Output change: [\d.]+ % measured.* \(of the output's norm, ", text)
 
 
 def test_deviation_is_root_mean_square_over_samples():

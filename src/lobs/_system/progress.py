@@ -41,7 +41,7 @@ _WORDS = {
 }
 # Phases that repeat the others inside them: they are counted, and what is inside is named too.
 _REPEATING = ("trials", "sweep")
-_TELLING = 0.1  # share of a step that must be done before its rate predicts the rest
+_RATE_KNOWN = 0.1  # share of a step that must be done before its rate predicts the rest
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Piece:
 
     def left(self, now: float) -> float | None:
         """Return the seconds left at the rate so far; None before that rate means much."""
-        if not self.total or self.done < _TELLING * self.total:
+        if not self.total or self.done < _RATE_KNOWN * self.total:
             return None
         return max(0.0, (now - self.began) * (self.total - self.done) / self.done)
 
@@ -184,7 +184,7 @@ class Display:
         with self.lock:
             now, cost = time.monotonic(), sum(self.layers.values())
             if self.step is not None and self.step.word == "prune" and cost:
-                if self.step.done < _TELLING * cost:
+                if self.step.done < _RATE_KNOWN * cost:
                     return None
                 spent = now - self.step.began
                 return spent * max(0.0, cost - self.step.done) / self.step.done

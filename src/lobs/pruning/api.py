@@ -56,8 +56,8 @@ def prune(
         held_out: other inputs, to measure the change of the output on them too.
         inplace: write into `model` itself instead of a copy.
         progress: show progress on anything that takes over two seconds.
-        **options: `solver`, `inputs`, `refit`, `layers`, `skip`, `numerics`, `execution`; see
-            `lobs.pruning.options.PruneOptions`.
+        **options: `solver`, `inputs`, `refit`, `layers`, `skip`, `numerics`, `execution`, which
+            `lobs.pruning.options.PruneOptions` explains.
 
     Returns:
         A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save()`.
@@ -75,9 +75,7 @@ def prune(
         run, trials = search_drop(session) if drop else (run_rounds(session), [])
         certificate, preview = run.certify(other), session.preview(run.removed())
         layers, solutions = run.results(), run.solutions()
-    if layers and not any(layer.kept for layer in layers):
-        raise empty_target(asked.target)
-    _warn_of_zeros(asked, solutions, trials)
+    _check_left(asked, solutions, trials)
     if inplace:
         _write_back(run.model, model)
     return PruningResult(
@@ -217,8 +215,10 @@ def _settings(asked: Options, run: Run, trials: list[Trial], demanded: bool) -> 
     return settings
 
 
-def _warn_of_zeros(asked: Options, solutions: Mapping[str, Solution], trials: list[Trial]) -> None:
-    """Warn where all layers were sparser than the target asks."""
+def _check_left(asked: Options, solutions: Mapping[str, Solution], trials: list[Trial]) -> None:
+    """Refuse a network without weights; warn where all layers were sparser than the target asks."""
+    if solutions and not any(solution.kept for solution in solutions.values()):
+        raise empty_target(asked.target)
     if asked.numerics.prune_bias or trials or isinstance(asked.target, Pattern):
         return
     layers = asked.layers
