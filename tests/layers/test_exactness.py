@@ -91,6 +91,7 @@ def test_a_convolution_is_linear_on_its_patches(case):
 @given(convolutions())
 def test_the_running_convolution_is_off_by_what_the_solution_says(case):
     module, x = case
+    assume(module.weight.numel() > 1)  # half of one weight is all of it, which is refused
     result = lobs.prune(
         module, [x], lobs.Sparsity(0.5), progress=False, numerics=lobs.Numerics(damping=1e-06)
     )
