@@ -74,3 +74,14 @@ def test_bad_reports_are_refused_in_words(tmp_path, monkeypatch, arguments, erro
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=words):
         invoke("report", *arguments)
+
+
+def test_another_network_than_the_one_that_was_pruned_is_not_compared(home, monkeypatch):
+    code = USER_CODE.replace("torch.manual_seed(0)", "torch.manual_seed(1)")
+    assert code != USER_CODE
+    (home / "mynet.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "mynet", raising=False)
+    done = invoke("report", "half.safetensors", "--trust", "--out", "page.html")
+    assert done.exit_code == 0
+    assert "mynet:network is not the network that was pruned" in done.stdout
+    assert "Same answer on" not in (home / "page.html").read_text(encoding="utf-8")

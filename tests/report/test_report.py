@@ -25,11 +25,13 @@ from lobs.report import (
     panels,
     pictures,
     read_run,
+    tables,
     waterfall,
     whatif,
     words,
     write_report,
 )
+from lobs.report.headline import Facts
 from lobs.report.tables import environment
 from lobs.solvers.scores import Histogram
 
@@ -187,6 +189,20 @@ def test_the_best_of_a_column_is_marked_and_equals_are_not(three, page):
     assert words.relative(least.measured, least) in best
     assert not any("(" in cell for cell in best)  # all runs keep the same number of weights
     assert "class=best" not in page(three[:1])
+
+
+@pytest.mark.parametrize(("metric", "best"), [("test error (%)", 0), ("evaluate()", 1)])
+def test_the_lowest_error_and_the_largest_score_are_best(three, metric, best):
+    runs = [
+        dataclasses.replace(one, metric=metric, error_after=after)
+        for one, after in zip(three[:2], (1.0, 2.0), strict=True)
+    ]
+    column = next(
+        x
+        for x in tables.headline([Facts(one, None, None, None) for one in runs])
+        if x.heading == metric
+    )
+    assert [column.best(0), column.best(1)] == [best == 0, best == 1]
 
 
 def test_kept_bars_are_drawn_once_where_all_runs_agree(three):

@@ -189,7 +189,7 @@ def test_a_stage_speaks_of_what_is_kept():
     assert Stage(keep="7%").wanted == Stage(keep=0.07).wanted == Sparsity(0.93)
     with pytest.raises(LobsError, match=r"target is 0\.93: say keep=0\.93"):
         Stage(0.93)
-    with pytest.raises(LobsError, match="neither of target and keep"):
+    with pytest.raises(LobsError, match="neither target nor keep"):
         Stage()
 
 
