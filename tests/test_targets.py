@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+import lobs
 from lobs import Block, ErrorBudget, NByM, Sparsity, Structured
 from lobs.errors import TargetError
 from lobs.targets import check_names, for_layer, wanted
@@ -91,3 +93,10 @@ def test_a_single_number_leaves_the_networks_own_ends_whole():
 def test_a_short_last_group_keeps_its_share_rounded_up():
     assert [NByM(2, 4).quota(r) for r in (1, 2, 3, 4)] == [0, 1, 1, 2]
     assert [NByM(1, 4).quota(r) for r in (1, 2, 3, 4)] == [0, 1, 2, 3]
+
+
+def test_a_layer_is_solved_by_what_it_keeps():
+    problem = lobs.Problem(torch.tensor([[3.0, 1.0, 2.0, 4.0]]), torch.eye(4))
+    assert lobs.solve(problem, "magnitude", keep="50%").kept == 2
+    with pytest.raises(TargetError, match=r"target is 0\.5: say keep=0\.5"):
+        lobs.solve(problem, "magnitude", 0.5)

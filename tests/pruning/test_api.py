@@ -336,3 +336,30 @@ def test_options_are_checked_where_they_are_made(options, words):
 def test_no_repr_prints_the_data_of_a_score():
     score = functools.partial(len, torch.randn(100, 100))
     assert repr(lobs.Budget(drop=0.1, evaluate=score)) == "Budget(drop=0.1, evaluate=partial)"
+
+
+def test_a_resumed_search_for_a_drop_refuses_another_score(tmp_path):
+    def search(score):
+        target = lobs.Budget(drop=0.5, evaluate=lambda _: score)
+        execution = lobs.Execution(resume=tmp_path)
+        return lobs.prune(network_of(0), DATA, target, execution=execution, progress=False)
+
+    assert search(1.0).kept == search(1.0).kept
+    with pytest.raises(LobsError, match="gives the dense network 2, but gave 1 when the run began"):
+        search(2.0)
+
+
+def test_swapped_or_wrong_objects_are_answered_with_the_right_line(tmp_path):
+    model = network()
+    result = lobs.prune(model, data(), keep=0.5, progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(LobsError, match="give a torch.nn.Module first, then the batches"):
+        lobs.prune(data(), model, keep=0.5)
+    with pytest.raises(LobsError, match=r"write hold\(model, result.masks, optimizer\)"):
+        lobs.hold(model, optimizer, result.masks)
+    with pytest.raises(LobsError, match=r"write certify\(dense, pruned, batches\)"):
+        lobs.certify(model, data(), result.model)
+    with pytest.raises(LobsError, match=r"give the network, such as result\.model"):
+        lobs.shrink(result, data())
+    with pytest.raises(LobsError, match=r"give its network, result\.model"):
+        lobs.save(result, tmp_path / "x.safetensors")

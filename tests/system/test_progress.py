@@ -168,3 +168,10 @@ def test_a_failed_phase_is_logged_as_failed(caplog):
     with caplog.at_level(logging.INFO, logger="lobs"), pytest.raises(KeyError), phase("work"):
         raise KeyError
     assert caplog.records[-1].getMessage().endswith("(failed)")
+
+
+def test_no_time_is_named_before_a_tenth_of_a_step_is_done():
+    piece = progress._Piece("calibrate", "", began=0.0, total=100.0, done=9.0)
+    assert piece.left(now=9.0) is None
+    piece.done = 10.0
+    assert piece.left(now=10.0) == pytest.approx(90.0)
