@@ -353,7 +353,7 @@ def test_swapped_or_wrong_objects_are_answered_with_the_right_line(tmp_path):
     model = network()
     result = lobs.prune(model, data(), keep=0.5, progress=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(LobsError, match="give a torch.nn.Module first, then the batches"):
+    with pytest.raises(LobsError, match=r"give a torch\.nn\.Module first, then the batches"):
         lobs.prune(data(), model, keep=0.5)
     with pytest.raises(LobsError, match=r"write hold\(model, result.masks, optimizer\)"):
         lobs.hold(model, optimizer, result.masks)
