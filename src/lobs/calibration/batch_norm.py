@@ -110,11 +110,7 @@ def reestimate(
     moved = update.apply()
     if not moved:
         return None, before
-    after = comparison()
-    with side_by_side(dense, model, batches) as passing:
-        for batch in passing:
-            after.add(batch)
-    after.join()
+    after = comparison().over(batches)
     unknown = before.output is None or after.output is None
     changed = unknown or after.output < (1 - _WORTH) * before.output  # type: ignore[operator]
     if not changed:

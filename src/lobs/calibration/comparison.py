@@ -86,6 +86,13 @@ class Comparison:
             self._energy += linalg.energy(first)
         self.samples += batch_size(batch)
 
+    def over(self, batches: Iterable[Any]) -> Comparison:
+        """Add all batches and compute the results."""
+        with side_by_side(self.dense, self.pruned, batches) as passing:
+            for batch in passing:
+                self.add(batch)
+        return self.join()
+
     def join(self) -> Comparison:
         """Add up the sums of all processes and compute the results."""
         sums = [x for parts in self._sums.values() for x in parts]
@@ -158,11 +165,7 @@ def compare(
         layers: pairs of a dense layer and its pruned one whose outputs are compared too.
         expected: number of samples that the data must hold.
     """
-    comparison = Comparison(dense, pruned, layers, expected)
-    with side_by_side(dense, pruned, batches) as passing:
-        for batch in passing:
-            comparison.add(batch)
-    return comparison.join()
+    return Comparison(dense, pruned, layers, expected).over(batches)
 
 
 def _run(

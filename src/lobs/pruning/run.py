@@ -16,7 +16,7 @@ from lobs._system.progress import track
 from lobs._system.run_log import log_event, phase
 from lobs.calibration import paired
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
-from lobs.calibration.comparison import Comparison, LayerDistance, compare
+from lobs.calibration.comparison import Comparison, LayerDistance
 from lobs.calibration.layer_problem import asymmetric_problem, histogram
 from lobs.calibration.moments import PairedMoments
 from lobs.certificate.bound import Certificate
@@ -113,10 +113,7 @@ class Run:
     def compare(self) -> Comparison:
         """Return the distance from the dense network, measured once."""
         if self.comparison is None:
-            empty = self._new_comparison()
-            self.comparison = compare(
-                empty.dense, empty.pruned, self.session.batches, empty.pairs, empty.expected
-            )
+            self.comparison = self._new_comparison().over(self.session.batches)
         return self.comparison
 
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
