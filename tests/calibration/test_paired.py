@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import lobs
-from lobs.calibration import paired
+from lobs.calibration.blocks import in_blocks
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
+from lobs.calibration.moments import PairedMoments
+from lobs.calibration.paired import layers_of
 from lobs.layers import find_layers
 
 
@@ -50,6 +52,11 @@ def images():
     return [torch.randn(20, 2, 4, 4, generator=torch.Generator().manual_seed(s)) for s in range(3)]
 
 
+def walk(dense, pruned, batches, layers, **how):
+    for block in in_blocks(dense, pruned, batches, layers, **how):
+        yield from layers_of(block)
+
+
 def pairs(dense, pruned):
     order = list(collect_moments(dense, images()))
     before, after = ({x.name: x for x in find_layers(m)} for m in (dense, pruned))
@@ -65,7 +72,7 @@ def test_every_layer_sees_the_pruned_layers_before_it(kind):
     dense = kind()
     pruned, replay = copy.deepcopy(dense), copy.deepcopy(dense)
     names = []
-    for layer, moments in paired.walk(dense, pruned, images(), pairs(dense, pruned)):
+    for layer, moments in walk(dense, pruned, images(), pairs(dense, pruned)):
         (twin,) = find_layers(replay, layer.name)
         expected = collect_moments(replay, images(), [twin])[layer.name]
         torch.testing.assert_close(moments.pruned.moment, expected.moment, rtol=1e-5, atol=1e-6)
@@ -83,7 +90,7 @@ def test_traced_and_rerun_streams_agree():
     for model in (dense, other):
         pruned = copy.deepcopy(model)
         found = {}
-        for layer, moments in paired.walk(model, pruned, images(), pairs(model, pruned)):
+        for layer, moments in walk(model, pruned, images(), pairs(model, pruned)):
             found[layer.name] = moments.residual(
                 torch.eye(layer.columns).expand(layer.groups, -1, -1)
             )
@@ -97,8 +104,8 @@ def test_traced_and_rerun_streams_agree():
 def test_activations_on_disk_give_the_same(monkeypatch):
     model = Residual()
     in_memory = lobs.prune(model, images(), lobs.Sparsity(0.5), progress=False)
-    monkeypatch.setattr("lobs.calibration.paired._IN_MEMORY", 0)
-    monkeypatch.setattr("lobs.calibration.paired._WORTH_A_FILE", 0)
+    monkeypatch.setattr("lobs.calibration.blocks.base.IN_MEMORY", 0)
+    monkeypatch.setattr("lobs.calibration.blocks.base._WORTH_A_FILE", 0)
     on_disk = lobs.prune(model, images(), lobs.Sparsity(0.5), progress=False)
     assert all(
         torch.equal(a, b)
@@ -113,7 +120,7 @@ def test_the_users_batches_are_not_written_into():
     x = torch.randn(50, 6)
     kept = x.clone()
     pruned = copy.deepcopy(model)
-    for _ in paired.walk(
+    for _ in walk(
         model, pruned, [x], list(zip(find_layers(model), find_layers(pruned), strict=True))
     ):
         pass
@@ -127,7 +134,7 @@ def test_the_asymmetric_target_is_the_least_squares_one(monkeypatch):
     x_hat = x @ torch.randn(5, 5, dtype=torch.float64) + 0.3 * torch.randn(
         300, 5, dtype=torch.float64
     )
-    moments = paired.PairedMoments(layer)
+    moments = PairedMoments(layer)
     moments.add(layer, x, x_hat)
     problem = asymmetric_problem(
         layer_problem(layer, layer.matrix(), moments.pruned), moments.residual(layer.matrix())
@@ -150,7 +157,7 @@ def test_how_far_two_streams_are_apart_is_the_same_whether_weighed_at_once_or_in
     x, x_hat = torch.randn(2, 5, 6, 7, 7)
     found = []
     for layer in (narrow, wide):
-        moments = paired.PairedMoments(layer)
+        moments = PairedMoments(layer)
         moments.add(layer, x, x_hat)
         found.append(moments.residual(layer.matrix()))
         assert moments._weighed == (layer is narrow)
@@ -295,7 +302,7 @@ def test_an_argument_may_be_left_out(given):
     dense = Optional()
     pruned, replay = copy.deepcopy(dense), copy.deepcopy(dense)
     layers = list(zip(find_layers(dense), find_layers(pruned), strict=True))
-    for layer, moments in paired.walk(dense, pruned, batches, layers):
+    for layer, moments in walk(dense, pruned, batches, layers):
         (twin,) = find_layers(replay, layer.name)
         expected = collect_moments(replay, batches, [twin])[layer.name]
         torch.testing.assert_close(moments.pruned.moment, expected.moment, rtol=1e-5, atol=1e-6)
@@ -308,5 +315,5 @@ def test_arguments_in_a_list_are_the_batch_not_its_first_sample():
     dense, x = Listed(), [torch.randn(50, 6)]
     pruned = copy.deepcopy(dense)
     layers = list(zip(find_layers(dense), find_layers(pruned), strict=True))
-    counts = [moments.pruned.count for _, moments in paired.walk(dense, pruned, x, layers)]
+    counts = [moments.pruned.count for _, moments in walk(dense, pruned, x, layers)]
     assert counts == [50, 50]

@@ -14,11 +14,12 @@ from lobs._system import memory
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs._system.run_log import log_event, phase
-from lobs.calibration import paired
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
+from lobs.calibration.blocks import in_blocks
 from lobs.calibration.comparison import Comparison, LayerDistance
 from lobs.calibration.layer_problem import asymmetric_problem, histogram
 from lobs.calibration.moments import PairedMoments
+from lobs.calibration.paired import layers_of
 from lobs.certificate.bound import Certificate
 from lobs.certificate.certify import certificate, layer_errors
 from lobs.errors import LobsError
@@ -184,8 +185,9 @@ class Run:
         order = [name for name in session.calibration if self.plan[name] is not None]
         pairs = [(session.by_name[name], layers[name]) for name in order]
         known = [layer.name for layer, _ in pairs if self._known(layer)]
-        for layer, moments in paired.walk(session.model, self.model, session.batches, pairs, known):
-            self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023
+        for block in in_blocks(session.model, self.model, session.batches, pairs):
+            for layer, moments in layers_of(block, known):
+                self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023
         for name in session.calibration:
             if self.plan[name] is None:
                 problem = session.dense_problem(layers[name])

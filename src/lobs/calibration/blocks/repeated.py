@@ -1,0 +1,387 @@
+"""Repeated blocks: children of a `ModuleList` or `Sequential`, each fed with the output of the last.
+
+Decoders, encoders and residual networks are built that way. The network runs only up to the first
+block, whose arguments (masks, positions, rotary embeddings) are captured. From there on each block
+runs by itself on the activations that the block before it gave. The cost is linear in depth,
+whether the network can be traced or not.
+
+A row of blocks ends where something else happens between two blocks, such as a skip connection
+over them. The next row then starts with a run of the network. Layers outside all blocks are
+reached by running the network, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lobs._system import memory
+from lobs._system.distributed import process_group
+from lobs.calibration.batches import user_code
+from lobs.calibration.blocks.base import (
+    Block,
+    LayerPair,
+    Run,
+    StopRun,
+    allowed_in_memory,
+    loaded,
+    size,
+    spilled,
+)
+from lobs.calibration.blocks.rerun import Rerun
+from lobs.calibration.forward import call
+from lobs.layers import Layer, watching
+from lobs.layers.discovery import is_plain_layer
+from lobs.layers.hooks import Removable, after_forward, before_forward
+
+_HIDDEN = object()  # stands in captured arguments where the activations stood
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call of a block, apart from the activations that flow through it."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, Arguments]:
+        """Split a call's arguments into the activations, which come first, and all others."""
+        if args:
+            first, rest = args[0], cls((_HIDDEN, *args[1:]), dict(kwargs))
+        else:
+            key = next(iter(kwargs), "")
+            first, rest = kwargs.get(key), cls((), {**kwargs, key: _HIDDEN})
+        return (first if isinstance(first, Tensor) else None), rest
+
+    def run(self, module: nn.Module, x: Tensor) -> Any:
+        """Run a module on activations with these arguments."""
+        args = [x if value is _HIDDEN else value for value in self.args]
+        return module(*args, **{k: x if v is _HIDDEN else v for k, v in self.kwargs.items()})
+
+    def rows(self, rows: slice, count: int) -> Arguments:
+        """Return the arguments of some samples of a batch of `count`."""
+        cut = partial(_rows, rows=rows, count=count)
+        return Arguments(tuple(map(cut, self.args)), {k: cut(v) for k, v in self.kwargs.items()})
+
+    def same(self, other: Arguments, equal: Any = None) -> bool:
+        """Return whether all values are the same objects, or equal by a function for tensors."""
+        mine, theirs = (self.args, *self.kwargs.items()), (other.args, *other.kwargs.items())
+        return _same(mine, theirs, equal)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Blocks that feed each other; `uniform` if all get the first one's other arguments."""
+
+    blocks: list[str]
+    uniform: bool
+
+
+@dataclass
+class Sample:
+    """One batch at a block: its input in the pruned network and the dense block's output."""
+
+    inputs: Tensor | memory.Shelved
+    arguments: Arguments
+    wanted: Tensor | memory.Shelved
+
+
+class Repeated(Block):
+    """One block of a row."""
+
+    def __init__(self, row: _Streams, name: str, layers: Sequence[LayerPair]) -> None:
+        super().__init__(layers, name)
+        self.row, self._dense_done = row, False
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the block of the pruned network."""
+        return self.row.models[1].get_submodule(self.name)
+
+    def both(self) -> Iterator[tuple[Run, Run]]:
+        """See `Block`."""
+        self.row.start()
+        for index in range(len(self.row.values[0])):
+            yield (
+                partial(self.row.run, 0, self.name, index),
+                partial(self.row.run, 1, self.name, index),
+            )
+
+    def samples(self) -> list[Sample]:
+        """Return every batch's input in the pruned network beside the dense block's output."""
+        self._advance_dense()
+        arguments = self.row.arguments[1]
+        return [
+            Sample(x, arguments[index][self.name], wanted)
+            for index, (wanted, x) in enumerate(zip(*self.row.values, strict=True))
+        ]
+
+    def advance(self) -> None:
+        """See `Block`."""
+        self._advance_dense()
+        self.row.advance(1, self.name)
+
+    def _advance_dense(self) -> None:
+        if not self._dense_done:
+            self.row.start()
+            self.row.advance(0, self.name)
+            self._dense_done = True
+
+
+@dataclass
+class _Streams:
+    """The activations of both networks at the present boundary of a row."""
+
+    models: tuple[nn.Module, nn.Module]
+    batches: Iterable[Any]
+    row: Row
+    values: list[list[Any]] = field(default_factory=list)
+    arguments: list[list[dict[str, Arguments]]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Run both networks up to the row, once, and keep what its blocks are called with."""
+        if self.values:
+            return
+        self.allowed, self.held, shelf = allowed_in_memory(), 0, memory.Shelf()
+        values: list[list[Any]] = [[], []]
+        for batch in self.batches:
+            for side, model in enumerate(self.models):
+                x, others = _captured(model, batch, self.row)
+                values[side].append(self._kept(x, shelf))
+                self.arguments.append([]) if len(self.arguments) <= side else None
+                self.arguments[side].append(others)
+        self.values = values
+        self.arguments = self.arguments or [[], []]
+
+    def run(self, side: int, name: str, index: int) -> Any:
+        """Run one block of one network on one batch."""
+        # A block may work in place, and its input is needed again.
+        x = loaded(self.values[side][index])
+        x = x.clone() if x is self.values[side][index] else x
+        with user_code(f"running block '{name}'"):
+            return self.arguments[side][index][name].run(
+                self.models[side].get_submodule(name), x
+            )
+
+    def advance(self, side: int, name: str) -> None:
+        """Replace a network's activations before a block by those after it."""
+        values, shelf = self.values[side], memory.Shelf()
+        for index in range(len(values)):
+            out = flowing(self.run(side, name, index))
+            assert out is not None  # the first look at the row has checked it
+            self.held -= size(values[index])
+            values[index] = self._kept(out.detach(), shelf)
+
+    def _kept(self, x: Tensor, shelf: memory.Shelf) -> Any:
+        kept = spilled(x, shelf) if self.held + size(x) > self.allowed else x
+        self.held += size(kept)
+        return kept
+
+
+def repeated_blocks(
+    dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], layers: Sequence[LayerPair]
+) -> list[Block] | None:
+    """Return the network as rows of repeated blocks and of layers between them.
+
+    None where it has no such rows, or so many that running up to each would cost too much.
+
+    Args:
+        dense: the network before pruning.
+        pruned: the copy whose layers the caller writes.
+        batches: an iterable that can be read more than once.
+        layers: pairs of one layer in the dense and the pruned network.
+    """
+    plan: list[Any] | None = None
+    with process_group().raise_together():
+        batch = next(iter(batches), None)
+        if batch is not None:
+            plan = _look(dense, batch, [before for before, _ in layers])
+    # A process without data follows the others.
+    plans = [found for found in process_group().all_gather(plan) if found is not None]
+    if not plans or any(found != plans[0] for found in plans) or not plans[0]:
+        return None
+    pairs = {before.name: (before, after) for before, after in layers}
+    made: list[Block] = []
+    for blocks, uniform, names in plans[0]:
+        if not blocks:
+            made.append(Rerun(dense, pruned, batches, [pairs[name] for name in names]))
+            continue
+        streams = _Streams((dense, pruned), batches, Row(blocks, uniform))
+        made += [
+            Repeated(streams, block, [pairs[n] for n in pairs if n.startswith(f"{block}.")])
+            for block in blocks
+        ]
+    return made
+
+
+def flowing(out: Any) -> Tensor | None:
+    """Return the activations that a block's output passes on: a tensor, or the first of several."""
+    first = out[0] if isinstance(out, tuple | list) and out else out
+    return first if isinstance(first, Tensor) else None
+
+
+def _candidates(model: nn.Module) -> list[str]:
+    """Return the innermost children of module lists that hold two layers or more."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            prefix = f"{name}." if name else ""
+            inside = [prefix + child for child, part in module.named_children() if _several(part)]
+            found += inside if len(inside) > 1 else []
+    return [a for a in found if not any(b.startswith(f"{a}.") for b in found)]
+
+
+def _several(module: nn.Module) -> bool:
+    return sum(map(is_plain_layer, module.modules())) > 1
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    x: Tensor | None = None
+    others: Arguments | None = None  # None: a layer outside all blocks
+
+
+def _look(model: nn.Module, batch: Any, layers: Sequence[Layer]) -> list[Any]:
+    """Run a network once; return its rows as (blocks, uniform, layers outside), or nothing."""
+    names = _candidates(model)
+    inside = {n: any(n.startswith(f"{block}.") for block in names) for n in _all_names(layers)}
+    if not names or any(len({inside[n] for n in layer.names}) > 1 for layer in layers):
+        return []
+    if any(layer.tied and inside[layer.name] for layer in layers):
+        return []
+    outside = [layer for layer in layers if not inside[layer.name]]
+    calls, outs = _watched(model, batch, names, outside)
+    run = [c.name for c in calls if c.others is not None]
+    if sorted(run) != sorted(names):  # a block that runs twice, or not at all
+        return []
+    plan: list[tuple[list[str], bool, list[str]]] = []
+    first: Arguments | None = None
+    before: _Call | None = None
+    for now in calls:
+        if now.others is None:
+            if before is not None and before.others is None:
+                plan[-1][2].append(now.name)
+            else:
+                plan.append(([], True, [now.name]))
+        elif now.x is None or outs[now.name] is None:
+            return []
+        elif before is not None and outs.get(before.name) is now.x and first is not None:
+            blocks, uniform, _ = plan[-1]
+            plan[-1] = ([*blocks, now.name], uniform and first.same(now.others), [])
+        else:
+            plan.append(([now.name], True, []))
+            first = now.others
+        before = now
+    rows = [blocks for blocks, _, _ in plan if blocks]
+    if 2 * len(rows) > len(names):
+        return []
+    if not all(uniform for _, uniform, _ in plan) and not _steady(model, batch, names, calls):
+        return []
+    return [list(item) for item in plan]
+
+
+def _all_names(layers: Sequence[Layer]) -> list[str]:
+    return [name for layer in layers for name in layer.names]
+
+
+def _watched(
+    model: nn.Module, batch: Any, names: Sequence[str], outside: Sequence[Layer], change: float = 1.0
+) -> tuple[list[_Call], dict[str, Tensor | None]]:
+    """Return the calls of blocks and of layers outside them, in order, and the blocks' outputs.
+
+    Every output is multiplied by `change`.
+    """
+    calls: list[_Call] = []
+    outs: dict[str, Tensor | None] = {}
+
+    def enter(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        calls.append(_Call(name, *Arguments.of(args, kwargs)))
+
+    def leave(name: str, _module: nn.Module, _args: Any, out: Any) -> Any:
+        outs[name] = flowing(out)
+        if change == 1.0 or outs[name] is None:
+            return None
+        moved = outs[name] * change
+        return moved if isinstance(out, Tensor) else type(out)((moved, *out[1:]))
+
+    def note(name: str, _x: Tensor) -> None:
+        if not any(c.name == name for c in calls):
+            calls.append(_Call(name))
+
+    def hooks() -> Iterator[Removable]:
+        for name in names:
+            module = model.get_submodule(name)
+            yield before_forward(module, partial(enter, name), with_kwargs=True)
+            yield after_forward(module, partial(leave, name))
+        for layer in outside:
+            yield layer.on_input(partial(note, layer.name))
+
+    with watching(hooks()):
+        call(model, batch)
+    return calls, outs
+
+
+def _steady(model: nn.Module, batch: Any, names: Sequence[str], calls: Sequence[_Call]) -> bool:
+    """Return whether the blocks' other arguments stay when the activations change."""
+    moved, _ = _watched(model, batch, names, [], change=1.01)
+    found = {c.name: c.others for c in moved}
+    return all(
+        c.others is None or (c.name in found and c.others.same(found[c.name], torch.equal))  # type: ignore[arg-type]
+        for c in calls
+    )
+
+
+def _captured(
+    model: nn.Module, batch: Any, row: Row
+) -> tuple[Tensor, dict[str, Arguments]]:
+    """Run a network up to a row of blocks; return its input and the blocks' other arguments."""
+    start: list[Tensor] = []
+    found: dict[str, Arguments] = {}
+    wanted = row.blocks[:1] if row.uniform else row.blocks
+
+    def enter(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        x, found[name] = Arguments.of(args, kwargs)
+        if name == row.blocks[0] and x is not None:
+            start.append(x.detach().clone())
+        if name == wanted[-1]:
+            raise StopRun
+
+    with (
+        watching(
+            before_forward(model.get_submodule(n), partial(enter, n), with_kwargs=True)
+            for n in wanted
+        ),
+        suppress(StopRun),
+    ):
+        call(model, batch)
+    return start[0], {name: found.get(name, found[row.blocks[0]]) for name in row.blocks}
+
+
+def _rows(value: Any, rows: slice, count: int) -> Any:
+    """Cut tensors whose first dimension is the batch, also inside tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() and len(value) == count > 1 else value
+    if type(value) in (tuple, list):
+        return type(value)(_rows(part, rows, count) for part in value)
+    if type(value) is dict:
+        return {key: _rows(part, rows, count) for key, part in value.items()}
+    return value
+
+
+def _same(a: Any, b: Any, equal: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        both = isinstance(a, Tensor) and isinstance(b, Tensor)
+        return both and equal is not None and a.shape == b.shape and bool(equal(a, b))
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(_same(x, y, equal) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and isinstance(a, str | int | float | bool) and a == b
