@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class StoriesTokenizer:
         while True:
             pairs = [
                 (self.scores[self.pieces[a + b]], -i)
-                for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+                for i, (a, b) in enumerate(pairwise(parts))
                 if a + b in self.pieces
             ]
             if not pairs:

@@ -24,11 +24,13 @@ def admm(
     steps: int = 300,
     polish: int = 10,
     explicit: bool = False,
+    pattern: tuple[int, int] | None = None,
 ) -> Tensor:
     """Prune one matrix to a fraction of zeros outside the last `protected` columns.
 
     `explicit` forms (Ψ + ρI)⁻¹ whenever ρ changes, as published. That costs d³ each time, and one
-    product of rows·d² a step instead of two.
+    product of rows·d² a step instead of two. `pattern` keeps n of every m columns instead of a
+    sparsity.
     """
     d = weight.shape[1]
     scale = moment.diagonal().clamp_min(0).sqrt()
@@ -49,7 +51,8 @@ def admm(
     for step in range(steps):
         right = wanted - dual + rho * v
         x = ((right @ vectors) / (values + rho)) @ vectors.mT if solved is None else right @ solved
-        v = _largest(x + dual / rho, count, protected)
+        free = x + dual / rho
+        v = _largest(free, count, protected) if pattern is None else _of_groups(free, *pattern)
         dual += rho * (x - v)
         if step % 3 == 2:
             support = v != 0
@@ -71,6 +74,12 @@ def _largest(x: Tensor, count: int, protected: int) -> Tensor:
         return x
     threshold = scores.flatten().kthvalue(count).values
     return torch.where(scores > threshold, x, 0.0)
+
+
+def _of_groups(x: Tensor, n: int, m: int) -> Tensor:
+    groups = x.view(len(x), -1, m)
+    kept = groups.abs().topk(n, dim=-1).indices
+    return torch.zeros_like(groups).scatter(-1, kept, groups.gather(-1, kept)).view_as(x)
 
 
 def _polish(v: Tensor, gram: Tensor, wanted: Tensor, support: Tensor, steps: int) -> Tensor:

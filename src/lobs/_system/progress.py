@@ -36,6 +36,7 @@ _WORDS = {
     "error curves": "allocate",
     "curvature": "calibrate",
     "inputs": "prune",
+    "blocks": "prune",
     "solve": "prune",
     "trials": "search",
 }
@@ -155,6 +156,9 @@ class Display:
 
     def _described(self, inner: Sequence[_Piece]) -> str:
         word, names = inner[0].word, list(self.layers)
+        block = next((p.detail for p in inner if p.name == "blocks"), None)
+        if block is not None:
+            return f"refit block {block}"
         layer = next((p.detail for p in inner if p.detail in self.layers), None)
         if layer is None or word != "prune":
             return word

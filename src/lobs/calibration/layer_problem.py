@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from lobs.solvers.scores import Histogram
 # Least λ of the asymmetric target, relative to the mean input energy. It holds the target to the
 # dense weights.
 _TETHER = 1e-3
+_TETHERS = (1.0, 10.0, 100.0)  # multiples of the least λ among which held-out samples choose
 
 
 def layer_problem(
@@ -61,27 +63,59 @@ def layer_problem(
     )
 
 
-def asymmetric_problem(problem: Problem, residual: Tensor) -> Problem:
+def asymmetric_problem(
+    problem: Problem, residual: Tensor, held_out: tuple[Tensor, Tensor] | None = None
+) -> Problem:
     """Return the problem of giving on these inputs what the dense network's layer gives.
 
     min ‖V X̂ − W X‖² + λ‖V − W‖² has its free optimum at W + W D (Ĥ + λI)⁻¹ with
-    D = E[(x − x̂) x̂ᵀ]. The new problem has that optimum in place of W. `residual` is W D.
+    D = E[(x − x̂) x̂ᵀ]. The new problem has that optimum in place of W.
+
+    With few samples for many inputs the shift is partly an accident of the sample. Held-out samples
+    then say how much of it serves: they choose λ, and which share of the shift is taken.
+
+    Args:
+        problem: the problem of reproducing W on the pruned network's inputs.
+        residual: W D.
+        held_out: Ĥ and W D of held-out samples; without them the whole shift is taken.
     """
     if problem.units is not None:
         return asymmetric_wide_problem(problem, residual.to(problem.weight.device))
     parts = []
     pairs = zip(problem.groups, residual.to(problem.weight.device), strict=True)
-    for (weight, moment), part in pairs:
+    for g, ((weight, moment), part) in enumerate(pairs):
+        mean = float(moment.diagonal().mean())
         few = metric.few_samples(len(moment), problem.samples) * float(
             metric.own_energy(moment, problem.protected)
         )
-        lam = max(_TETHER * float(moment.diagonal().mean()), few)
+        lam = max(_TETHER * mean, few)
         if lam == 0:  # all inputs are zero
             parts.append(weight)
             continue
-        shift = linalg.ridge_solve(moment, part, lam)
+        if held_out is None:
+            shift = linalg.ridge_solve(moment, part, lam)
+        else:
+            ladder = [lam * step for step in _TETHERS]
+            shift = _serving(moment, part, ladder, held_out[0][g], held_out[1][g])
         parts.append((weight.to(torch.float64) + shift).to(weight.dtype))
     return replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
+
+
+def _serving(
+    moment: Tensor, residual: Tensor, ladder: Sequence[float], held_moment: Tensor, held: Tensor
+) -> Tensor:
+    """Return the shift that lowers the error on held-out samples most; zero if none does."""
+    best, chosen = 0.0, torch.zeros_like(residual, dtype=torch.float64)
+    for lam in ladder:
+        shift = linalg.ridge_solve(moment, residual, lam).to(torch.float64)
+        # The error of the share a is E₀ − 2 a·won + a²·paid.
+        won = float((shift * held.to(shift)).sum())
+        paid = float(((shift @ held_moment.to(shift)) * shift).sum())
+        share = min(1.0, max(0.0, won / paid)) if paid > 0 else 0.0
+        gain = 2 * share * won - share**2 * paid
+        if gain > best:
+            best, chosen = gain, share * shift
+    return chosen
 
 
 def sensitivities(problem: Problem) -> tuple[Tensor, float]:

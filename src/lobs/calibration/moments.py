@@ -204,6 +204,7 @@ class PairedMoments:
 
     def __init__(self, layer: Layer) -> None:
         self.pruned = Moments.of(layer, layer.weight.device)
+        self.held_out: PairedMoments | None = None  # the same of samples that are held out
         self._weighed = weighed(layer)
         lines = layer.rows if self._weighed else layer.columns
         self._outer = self.pruned._whole.new_zeros(layer.groups, lines, layer.columns)

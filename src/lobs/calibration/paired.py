@@ -18,7 +18,8 @@ from lobs.calibration.moments import PairedMoments
 from lobs.layers import Layer, watching
 
 
-def layers_of(block: Block, known: Collection[str] = ()
+def layers_of(
+    block: Block, known: Collection[str] = ()
 ) -> Iterator[tuple[Layer, PairedMoments | None]]:
     """Yield a block's layers of the pruned network in running order, with their input moments.
 
@@ -36,14 +37,19 @@ def layers_of(block: Block, known: Collection[str] = ()
     for together in groups:
         wanted = [pair for pair in together if pair[0].name not in known]
         moments = {before.name: PairedMoments(before) for before, _ in wanted}
+        judges = {before.name: PairedMoments(before) for before, _ in wanted if block.holds_out}
         with (
             process_group().raise_together(),
             track(f"inputs of {together[0][0].name}", None) as advance,
         ):
             for _ in block.observe(wanted, moments) if wanted else ():
                 advance(1)
-        for moment in moments.values():
+            for _ in block.observe(wanted, judges, held_out=True) if judges else ():
+                pass
+        for moment in (*moments.values(), *judges.values()):
             moment.join()
+        for name, judge in judges.items():
+            moments[name].held_out = judge if judge.pruned.count else None
         for before, after in together:
             yield after, moments.get(before.name)
 

@@ -85,7 +85,7 @@ def prune(
         certificate=certificate,
         solutions=solutions,
         settings={"samples": samples, "calibration seconds": round(calibrated, 2)}
-        | _settings(asked, run, trials, options.get("refit") == "network"),
+        | _settings(asked, run, trials),
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,
         preview=preview,
@@ -139,7 +139,7 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
 def _steps(asked: Options) -> list[str]:
     """Return the steps of the run in the words that the progress display shows."""
     rounds = ["allocate", "prune"] * asked.rounds if asked.shared else ["prune"]
-    refit = ["refit"] if asked.refit == "network" else []
+    refit = ["refit"] if asked.refit in (None, "network") else []
     return ["calibrate", *rounds, *refit, "measure"]
 
 
@@ -188,7 +188,7 @@ def _forecasted(model: nn.Module, data: Batches, asked: Options) -> Forecast:
     )
 
 
-def _settings(asked: Options, run: Run, trials: list[Trial], demanded: bool) -> dict[str, Any]:
+def _settings(asked: Options, run: Run, trials: list[Trial]) -> dict[str, Any]:
     """Return what the result says of how it was made."""
     numerics = asked.numerics
     settings: dict[str, Any] = {
@@ -207,8 +207,8 @@ def _settings(asked: Options, run: Run, trials: list[Trial], demanded: bool) -> 
     elif not numerics.batch_norm:
         settings["batch norm"] = "not re-estimated"
     if run.refit is not None:
-        if demanded and run.refit.reason:
-            caution(f"refit='network': weights were left {run.refit}.")
+        if asked.refit is not None and run.refit.reason:
+            caution(f"refit='{asked.refit}': weights were left {run.refit}.")
         settings["refit"] = str(run.refit)
     if trials:
         settings["trials"] = [asdict(trial) for trial in trials]

@@ -126,7 +126,7 @@ class Workload:
     looks: int | None = None
     damped: bool = False
     batch_norm: bool = True
-    refit: Refit = "layers"
+    refit: Refit | None = "layers"
     refit_work: float | None = None
 
     @property
@@ -270,7 +270,7 @@ def _stages(
     )
     walk = 2 * forward + probe.paired if load.sequential else 0.0
     yield Stage("prune", 2 * load.runs if walk else 0, load.runs * (walk + solving))
-    if load.refit == "network" and (probe.batches > 1 or probe.samples >= SMALL):
+    if load.refit in (None, "network") and (probe.batches > 1 or probe.samples >= SMALL):
         yield from _refitting(probe, layers, load)
     if load.batch_norm and find_norms(model):
         # Both networks, the pruned one with new statistics, then both with these.

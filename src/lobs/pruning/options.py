@@ -98,11 +98,13 @@ class PruneOptions(TypedDict, total=False):
             dense network's output. "pruned": the same inputs, but the layer reproduces its own
             dense weights. "dense": every layer sees the dense network's inputs; one pass over the
             data. The default is "asymmetric", but "dense" for an `ErrorBudget`.
-        refit: "layers": every layer's weights are optimal for that layer. "network": as a last
-            step, all surviving weights are refitted jointly to the dense outputs. It needs no
-            labels, but asymmetric inputs. One sample in eight is held out and decides whether the
-            refit stays. The default is "network" with the default solver, where that takes about
-            20 s or less.
+        refit: "layers": every layer's weights are optimal for that layer. "blocks": once the layers
+            of a residual or transformer block are solved, all its kept weights, biases and norm
+            gains move together toward the dense block's output. "network": as a last step, all
+            kept weights of the network move together. Neither needs labels, but both need
+            asymmetric inputs. One sample in eight is held out and decides whether a refit stays.
+            With the default solver, the default is "network" where that takes about 20 s or less,
+            and "blocks" for larger networks.
         layers: names or globs of the layers to prune; by default all of the kinds that lobs knows.
         skip: names or globs of layers to leave alone.
         numerics: damping, batch norms, biases.
@@ -125,7 +127,7 @@ class Options:
     target: Target
     solver: Solver
     inputs: Inputs
-    refit: Refit
+    refit: Refit | None  # None: the network if that takes no more than `refit_work`, else blocks
     refit_work: float | None  # multiply-adds that the joint refit may take; None: no limit
     layers: tuple[Layer, ...]
     numerics: Numerics
@@ -248,16 +250,16 @@ def _inputs(asked: Inputs | None, target: Target) -> Inputs:
 
 def _refit(
     asked: Refit | None, solver: Solver, inputs: Inputs, execution: Execution
-) -> tuple[Refit, float | None]:
-    """Return the kind of refit and its limit in multiply-adds; no limit where it was asked for."""
+) -> tuple[Refit | None, float | None]:
+    """Return the kind of refit and its limit in multiply-adds; None where its size decides."""
     if asked is None:
         cheap = isinstance(solver, Auto) and inputs == "asymmetric" and execution.memory is None
-        return ("network", WORK) if cheap else ("layers", None)
+        return (None, WORK) if cheap else ("layers", None)
     if asked not in get_args(Refit):
         raise LobsError(f"refit is {asked!r}: use {', '.join(map(repr, get_args(Refit)))}.")
-    if asked == "network" and inputs != "asymmetric":
+    if asked != "layers" and inputs != "asymmetric":
         raise LobsError(
-            f"refit='network' changes weights after their layers' errors on {inputs} inputs were "
+            f"refit='{asked}' changes weights after their layers' errors on {inputs} inputs were "
             "computed: use inputs='asymmetric', and no ErrorBudget."
         )
     if asked == "network" and execution.memory is not None:

@@ -15,7 +15,7 @@ from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs._system.run_log import log_event, phase
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
-from lobs.calibration.blocks import in_blocks
+from lobs.calibration.blocks import Repeated, in_blocks
 from lobs.calibration.comparison import Comparison, LayerDistance
 from lobs.calibration.layer_problem import asymmetric_problem, histogram
 from lobs.calibration.moments import PairedMoments
@@ -25,6 +25,7 @@ from lobs.certificate.certify import certificate, layer_errors
 from lobs.errors import LobsError
 from lobs.layers import Layer, find_layers
 from lobs.pruning.finished import FinishedLayer, network_error
+from lobs.pruning.refit.blocks import BlockRefit, BlockRefits, refit_block
 from lobs.pruning.refit.gauss_newton import parameters_of
 from lobs.pruning.refit.joint import JointRefit, refit_jointly
 from lobs.pruning.result import LayerResult
@@ -47,16 +48,18 @@ class Run:
         plan: each layer's own target; None leaves a layer as it is.
         model: the copy that is pruned.
         number: which run of the session this is; part of the run store's keys.
+        last: no allocation round follows, so a refit is due.
     """
 
     session: Session
     plan: Plan
     model: nn.Module
     number: int
+    last: bool = True
     masks: dict[str, Tensor] = field(default_factory=dict)
     finished: dict[str, FinishedLayer] = field(default_factory=dict)
     norms: BatchNormEffect | None = None
-    refit: JointRefit | None = None
+    refit: JointRefit | BlockRefits | None = None
     comparison: Comparison | None = None  # None: not compared since the weights last changed
 
     def layers(self) -> dict[str, Layer]:
@@ -185,24 +188,51 @@ class Run:
         order = [name for name in session.calibration if self.plan[name] is not None]
         pairs = [(session.by_name[name], layers[name]) for name in order]
         known = [layer.name for layer, _ in pairs if self._known(layer)]
-        for block in in_blocks(session.model, self.model, session.batches, pairs):
+        by_blocks = self.last and session.refit == "blocks"
+        refits: list[BlockRefit] = []
+        for block in in_blocks(
+            session.model, self.model, session.batches, pairs, repeated=by_blocks
+        ):
             for layer, moments in layers_of(block, known):
                 self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023
+            if by_blocks and isinstance(block, Repeated):
+                refits.append(self._refit_block(block))
+        if refits:
+            self.refit = BlockRefits(tuple(refits))
         for name in session.calibration:
             if self.plan[name] is None:
                 problem = session.dense_problem(layers[name])
                 self._finish(layers[name], _once(lambda: self._solved(layers[name], problem)))  # noqa: B023
 
+    def _refit_block(self, block: Repeated) -> BlockRefit:
+        """Refit one block whose layers are solved, or take the weights from the run store."""
+        session, key = self.session, f"run {self.number} block {block.name}"
+        saved = session.store.read(key)
+        parameters = dict(block.module.named_parameters())
+        if saved is not None:
+            for name, tensor in saved.state_dict.items():
+                parameters[name].data.copy_(tensor)
+            return BlockRefit(**saved.record["effect"])
+        layers = [after for _, after in block.layers]
+        effect = refit_block(block, layers, self.masks)
+        log_event("block", **asdict(effect))
+        tensors = {n: p.detach() for n, p in parameters.items()} if effect.moved else {}
+        session.store.write(key, tensors, {"effect": asdict(effect)})
+        return effect
+
     def _solved_on(self, layer: Layer, moments: PairedMoments | None) -> FinishedLayer:
         """Solve one layer on the inputs that the pruned layers before it give."""
         assert moments is not None  # only layers in the run store come without
         session = self.session
-        residual = None
+        residual, judge = None, None
         if session.options.inputs == "asymmetric":
-            residual = moments.residual(session.dense(layer.name))
+            dense, other = session.dense(layer.name), moments.held_out
+            residual = moments.residual(dense)
+            if other is not None:
+                judge = other.pruned.moment, other.residual(dense)
         problem = session.problem(layer, moments.pruned, overwrite=True)
         if residual is not None:
-            problem = asymmetric_problem(problem, residual)
+            problem = asymmetric_problem(problem, residual, judge)
         done = self._solved(layer, problem)
         group = process_group()
         if group.size == 1:
@@ -273,15 +303,15 @@ def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:
     Args:
         session: what all runs share.
         plan: each layer's own target.
-        last: no allocation round follows, so the joint refit is due.
+        last: no allocation round follows, so a refit is due.
     """
     session.runs += 1
-    run = Run(session, plan, _copied(session.model), session.runs)
+    run = Run(session, plan, _copied(session.model), session.runs, last)
     run.solve_layers()
     if session.options.numerics.batch_norm:
         run.update_norms()
-    if last and session.options.refit == "network":
-        run.refit_network()
+    if last and session.refit != "layers" and run.refit is None:
+        run.refit_network()  # also where no blocks were found: the network is one block
     return run
 
 

@@ -24,6 +24,7 @@ from lobs.pruning.finished import Packed
 from lobs.pruning.options import Options
 from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
 from lobs.pruning.preview import BudgetPreview, preview_budgets
+from lobs.pruning.refit.joint import Refit, affordable
 from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
@@ -86,6 +87,15 @@ class Session:
                 self.model, self.batches, list(self.layers), self.store, self.pass_bytes
             )
         return collect_moments(self.model, self.batches, list(self.layers), run_store=self.store)
+
+    @cached_property
+    def refit(self) -> Refit:
+        """Return what is refitted: as asked, or the network if that is cheap, or else blocks."""
+        options = self.options
+        if options.refit is not None:
+            return options.refit
+        cheap = affordable(self.flops(), self.calibration.samples, options.refit_work)
+        return "network" if cheap else "blocks"
 
     @cached_property
     def curvature(self) -> dict[str, Tensor]:

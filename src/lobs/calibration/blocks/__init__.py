@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 
 from lobs._system.distributed import process_group
-from lobs.calibration.blocks.base import Block, LayerPair
+from lobs.calibration.blocks.base import Block, LayerPair, loaded
 from lobs.calibration.blocks.repeated import Repeated, Sample, flowing, repeated_blocks
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.traced import given_names, traced_steps
 from lobs.calibration.forward import evaluating
 
-__all__ = ["Block", "LayerPair", "Repeated", "Sample", "flowing", "in_blocks"]
+__all__ = ["Block", "LayerPair", "Repeated", "Sample", "flowing", "in_blocks", "loaded"]
 
 
 def in_blocks(
@@ -40,7 +40,8 @@ def in_blocks(
         pruned: the copy whose layers the caller writes.
         batches: an iterable that can be read more than once.
         layers: pairs of one layer in the dense and the pruned network, in running order.
-        repeated: prefer repeated blocks to the steps of a traced graph.
+        repeated: prefer repeated blocks to the steps of a traced graph, and hold out one sample
+            in eight to judge their refit on.
     """
     with evaluating(dense), evaluating(pruned):
         for block in _made(dense, pruned, batches, layers, repeated):
@@ -56,7 +57,7 @@ def _made(
     repeated: bool,
 ) -> list[Block]:
     if repeated:
-        found = repeated_blocks(dense, pruned, batches, layers)
+        found = repeated_blocks(dense, pruned, batches, layers, hold_out=True)
         if found:
             return found
     names = given_names(dense, batches)

@@ -38,9 +38,15 @@ class Block(ABC):
         self.layers, self.name = layers, name
         self.calls: dict[str, int] = {}  # calls of each layer in one pass, where not one
 
+    holds_out = False  # whether some samples are kept out of the layers' moments
+
     @abstractmethod
-    def both(self) -> Iterator[tuple[Run, Run]]:
-        """Yield for every batch a function that runs the dense block and one for the pruned."""
+    def both(self, *, held_out: bool = False) -> Iterator[tuple[Run, Run]]:
+        """Yield for every batch a function that runs the dense block and one for the pruned.
+
+        Args:
+            held_out: yield the held-out samples instead.
+        """
 
     def advance(self) -> None:  # noqa: B027 - a block that keeps no state has nothing to do
         """Leave this block behind, now that its layers are pruned."""
@@ -54,10 +60,20 @@ class Block(ABC):
             raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
 
     def observe(
-        self, together: Sequence[LayerPair], moments: Mapping[str, PairedMoments]
+        self,
+        together: Sequence[LayerPair],
+        moments: Mapping[str, PairedMoments],
+        *,
+        held_out: bool = False,
     ) -> Iterator[None]:
-        """Add the inputs of these layers to their moments, batch by batch."""
-        for dense, pruned in self.both():
+        """Add the inputs of these layers to their moments, batch by batch.
+
+        Args:
+            together: layers that one run serves.
+            moments: their moments, by name.
+            held_out: take the held-out samples instead.
+        """
+        for dense, pruned in self.both(held_out=held_out):
             dense_inputs = _inputs([a for a, _ in together], self.calls, dense)
             pruned_inputs = _inputs([b for _, b in together], self.calls, pruned)
             for before, after in together:
@@ -73,9 +89,7 @@ class Block(ABC):
             yield
 
 
-def _inputs(
-    layers: Sequence[Layer], calls: Mapping[str, int], run: Run
-) -> dict[str, list[Tensor]]:
+def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Run) -> dict[str, list[Tensor]]:
     """Return the inputs of each layer in one run; the run stops after the last expected call."""
     found: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 

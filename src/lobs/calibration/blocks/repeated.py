@@ -1,4 +1,4 @@
-"""Repeated blocks: children of a `ModuleList` or `Sequential`, each fed with the output of the last.
+"""Repeated blocks: children of a `ModuleList` or `Sequential`, each fed by the one before it.
 
 Decoders, encoders and residual networks are built that way. The network runs only up to the first
 block, whose arguments (masks, positions, rotary embeddings) are captured. From there on each block
@@ -35,11 +35,19 @@ from lobs.calibration.blocks.base import (
     spilled,
 )
 from lobs.calibration.blocks.rerun import Rerun
-from lobs.calibration.forward import call
+from lobs.calibration.forward import call, length
 from lobs.layers import Layer, watching
 from lobs.layers.discovery import is_plain_layer
 from lobs.layers.hooks import Removable, after_forward, before_forward
 
+# A block that runs again must not add to a cache of keys and values.
+_CACHES = {
+    "past_key_values": None,
+    "past_key_value": None,
+    "layer_past": None,
+    "use_cache": False,
+}
+KEPT_BACK = 8
 _HIDDEN = object()  # stands in captured arguments where the activations stood
 
 
@@ -58,7 +66,8 @@ class Arguments:
         else:
             key = next(iter(kwargs), "")
             first, rest = kwargs.get(key), cls((), {**kwargs, key: _HIDDEN})
-        return (first if isinstance(first, Tensor) else None), rest
+        kwargs = {key: _CACHES.get(key, value) for key, value in rest.kwargs.items()}
+        return (first if isinstance(first, Tensor) else None), cls(rest.args, kwargs)
 
     def run(self, module: nn.Module, x: Tensor) -> Any:
         """Run a module on activations with these arguments."""
@@ -69,6 +78,11 @@ class Arguments:
         """Return the arguments of some samples of a batch of `count`."""
         cut = partial(_rows, rows=rows, count=count)
         return Arguments(tuple(map(cut, self.args)), {k: cut(v) for k, v in self.kwargs.items()})
+
+    def to(self, kind: torch.dtype) -> Arguments:
+        """Return the arguments with floating-point tensors in another type."""
+        args, kwargs = _cast(self.args, kind), _cast(dict(self.kwargs), kind)
+        return Arguments(args, kwargs)
 
     def same(self, other: Arguments, equal: Any = None) -> bool:
         """Return whether all values are the same objects, or equal by a function for tensors."""
@@ -86,11 +100,15 @@ class Row:
 
 @dataclass
 class Sample:
-    """One batch at a block: its input in the pruned network and the dense block's output."""
+    """A batch, or part of one, at a block: its input when pruned and the dense block's output.
+
+    `held_out` says that no layer was solved on it.
+    """
 
     inputs: Tensor | memory.Shelved
     arguments: Arguments
     wanted: Tensor | memory.Shelved
+    held_out: bool
 
 
 class Repeated(Block):
@@ -99,16 +117,19 @@ class Repeated(Block):
     def __init__(self, row: _Streams, name: str, layers: Sequence[LayerPair]) -> None:
         super().__init__(layers, name)
         self.row, self._dense_done = row, False
+        self.holds_out = row.hold_out
 
     @property
     def module(self) -> nn.Module:
         """Return the block of the pruned network."""
         return self.row.models[1].get_submodule(self.name)
 
-    def both(self) -> Iterator[tuple[Run, Run]]:
+    def both(self, *, held_out: bool = False) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""
         self.row.start()
-        for index in range(len(self.row.values[0])):
+        for index, held in enumerate(self.row.held_out):
+            if held is not held_out:
+                continue
             yield (
                 partial(self.row.run, 0, self.name, index),
                 partial(self.row.run, 1, self.name, index),
@@ -119,7 +140,7 @@ class Repeated(Block):
         self._advance_dense()
         arguments = self.row.arguments[1]
         return [
-            Sample(x, arguments[index][self.name], wanted)
+            Sample(x, arguments[index][self.name], wanted, self.row.held_out[index])
             for index, (wanted, x) in enumerate(zip(*self.row.values, strict=True))
         ]
 
@@ -142,23 +163,36 @@ class _Streams:
     models: tuple[nn.Module, nn.Module]
     batches: Iterable[Any]
     row: Row
-    values: list[list[Any]] = field(default_factory=list)
-    arguments: list[list[dict[str, Arguments]]] = field(default_factory=list)
+    hold_out: bool = False
+    values: list[list[Any]] = field(default_factory=lambda: [[], []])
+    arguments: list[list[dict[str, Arguments]]] = field(default_factory=lambda: [[], []])
+    held_out: list[bool] = field(default_factory=list)
+    started: bool = False
 
     def start(self) -> None:
         """Run both networks up to the row, once, and keep what its blocks are called with."""
-        if self.values:
+        if self.started:
             return
+        self.started = True
         self.allowed, self.held, shelf = allowed_in_memory(), 0, memory.Shelf()
-        values: list[list[Any]] = [[], []]
-        for batch in self.batches:
+        counts = process_group().all_gather(length(self.batches) or 0)
+        many, first = sum(counts) >= KEPT_BACK, sum(counts[: process_group().rank])
+        for number, batch in enumerate(self.batches, start=first):
             for side, model in enumerate(self.models):
                 x, others = _captured(model, batch, self.row)
-                values[side].append(self._kept(x, shelf))
-                self.arguments.append([]) if len(self.arguments) <= side else None
-                self.arguments[side].append(others)
-        self.values = values
-        self.arguments = self.arguments or [[], []]
+                parts = [slice(0, len(x))]
+                if self.hold_out and not many and len(x) >= KEPT_BACK:
+                    edge = len(x) - len(x) // KEPT_BACK
+                    parts = [slice(0, edge), slice(edge, len(x))]
+                for part in parts:
+                    self.values[side].append(self._kept(x[part].clone(), shelf))
+                    self.arguments[side].append(
+                        {name: found.rows(part, len(x)) for name, found in others.items()}
+                        if len(parts) > 1
+                        else others
+                    )
+            last = many and number % KEPT_BACK == KEPT_BACK - 1
+            self.held_out += [False, True] if len(parts) > 1 else [self.hold_out and last]
 
     def run(self, side: int, name: str, index: int) -> Any:
         """Run one block of one network on one batch."""
@@ -166,9 +200,7 @@ class _Streams:
         x = loaded(self.values[side][index])
         x = x.clone() if x is self.values[side][index] else x
         with user_code(f"running block '{name}'"):
-            return self.arguments[side][index][name].run(
-                self.models[side].get_submodule(name), x
-            )
+            return self.arguments[side][index][name].run(self.models[side].get_submodule(name), x)
 
     def advance(self, side: int, name: str) -> None:
         """Replace a network's activations before a block by those after it."""
@@ -186,7 +218,12 @@ class _Streams:
 
 
 def repeated_blocks(
-    dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], layers: Sequence[LayerPair]
+    dense: nn.Module,
+    pruned: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[LayerPair],
+    *,
+    hold_out: bool = False,
 ) -> list[Block] | None:
     """Return the network as rows of repeated blocks and of layers between them.
 
@@ -197,6 +234,7 @@ def repeated_blocks(
         pruned: the copy whose layers the caller writes.
         batches: an iterable that can be read more than once.
         layers: pairs of one layer in the dense and the pruned network.
+        hold_out: keep one sample in eight out of the layers' moments.
     """
     plan: list[Any] | None = None
     with process_group().raise_together():
@@ -213,7 +251,7 @@ def repeated_blocks(
         if not blocks:
             made.append(Rerun(dense, pruned, batches, [pairs[name] for name in names]))
             continue
-        streams = _Streams((dense, pruned), batches, Row(blocks, uniform))
+        streams = _Streams((dense, pruned), batches, Row(blocks, uniform), hold_out)
         made += [
             Repeated(streams, block, [pairs[n] for n in pairs if n.startswith(f"{block}.")])
             for block in blocks
@@ -283,9 +321,29 @@ def _look(model: nn.Module, batch: Any, layers: Sequence[Layer]) -> list[Any]:
     rows = [blocks for blocks, _, _ in plan if blocks]
     if 2 * len(rows) > len(names):
         return []
+    if not all(_repeats(model, blocks, calls, outs) for blocks in rows):
+        return []
     if not all(uniform for _, uniform, _ in plan) and not _steady(model, batch, names, calls):
         return []
     return [list(item) for item in plan]
+
+
+def _repeats(
+    model: nn.Module,
+    blocks: Sequence[str],
+    calls: Sequence[_Call],
+    outs: Mapping[str, Tensor | None],
+) -> bool:
+    """Return whether a row of blocks, run one by one, gives what it gave in the network."""
+    called = {c.name: c for c in calls}
+    x = called[blocks[0]].x
+    for name in blocks:
+        others = called[name].others
+        if x is None or others is None:
+            return False
+        x = flowing(others.run(model.get_submodule(name), x.clone()))
+    wanted = outs[blocks[-1]]
+    return x is not None and wanted is not None and torch.allclose(x, wanted, 1e-2, 1e-4)
 
 
 def _all_names(layers: Sequence[Layer]) -> list[str]:
@@ -293,7 +351,11 @@ def _all_names(layers: Sequence[Layer]) -> list[str]:
 
 
 def _watched(
-    model: nn.Module, batch: Any, names: Sequence[str], outside: Sequence[Layer], change: float = 1.0
+    model: nn.Module,
+    batch: Any,
+    names: Sequence[str],
+    outside: Sequence[Layer],
+    change: float = 1.0,
 ) -> tuple[list[_Call], dict[str, Tensor | None]]:
     """Return the calls of blocks and of layers outside them, in order, and the blocks' outputs.
 
@@ -306,10 +368,10 @@ def _watched(
         calls.append(_Call(name, *Arguments.of(args, kwargs)))
 
     def leave(name: str, _module: nn.Module, _args: Any, out: Any) -> Any:
-        outs[name] = flowing(out)
-        if change == 1.0 or outs[name] is None:
+        outs[name] = x = flowing(out)
+        if change == 1.0 or x is None:
             return None
-        moved = outs[name] * change
+        moved = x * change
         return moved if isinstance(out, Tensor) else type(out)((moved, *out[1:]))
 
     def note(name: str, _x: Tensor) -> None:
@@ -339,9 +401,7 @@ def _steady(model: nn.Module, batch: Any, names: Sequence[str], calls: Sequence[
     )
 
 
-def _captured(
-    model: nn.Module, batch: Any, row: Row
-) -> tuple[Tensor, dict[str, Arguments]]:
+def _captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str, Arguments]]:
     """Run a network up to a row of blocks; return its input and the blocks' other arguments."""
     start: list[Tensor] = []
     found: dict[str, Arguments] = {}
@@ -373,6 +433,17 @@ def _rows(value: Any, rows: slice, count: int) -> Any:
         return type(value)(_rows(part, rows, count) for part in value)
     if type(value) is dict:
         return {key: _rows(part, rows, count) for key, part in value.items()}
+    return value
+
+
+def _cast(value: Any, kind: torch.dtype) -> Any:
+    """Cast floating-point tensors, also inside tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return value.to(kind) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(part, kind) for part in value)
+    if type(value) is dict:
+        return {key: _cast(part, kind) for key, part in value.items()}
     return value
 
 

@@ -36,7 +36,7 @@ from lobs.pruning.refit.gauss_newton import (
 )
 from lobs.pruning.refit.split import SMALL, some, split
 
-Refit: TypeAlias = Literal["layers", "network"]
+Refit: TypeAlias = Literal["layers", "blocks", "network"]
 
 # Multiply-adds that the refit may take where nobody asked for it: about 20 s on two cores.
 WORK = 1.2e12
@@ -104,6 +104,17 @@ def effort(free: int, outputs: float, madds: float, samples: int, work: float | 
     return Effort(
         0, each, f"the joint refit would take about {_MOST_STEPS * cost:.1g} multiply-adds"
     )
+
+
+def affordable(madds: float, samples: int, work: float | None) -> bool:
+    """Return whether one step on the fewest samples fits into the work that may be spent.
+
+    Args:
+        madds: multiply-adds of one sample.
+        samples: number of samples there are.
+        work: multiply-adds that may be spent in all; None for no limit.
+    """
+    return work is None or PASSES * madds * min(_FEWEST_SAMPLES, samples) <= work
 
 
 def refit_jointly(
