@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.baselines.admm import admm
 from benchmarks.baselines.column_sweep import column_sweep
-from lobs.calibration.blocks import in_blocks
-from lobs.calibration.paired import layers_of
+from lobs.calibration.blocks import in_blocks, layers_of
 from lobs.layers import find_layers
 
 Rival = Callable[[Tensor, Tensor, float, tuple[int, int] | None], Tensor]

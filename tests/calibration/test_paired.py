@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 import lobs
-from lobs.calibration.blocks import in_blocks
+from lobs.calibration.blocks import in_blocks, layers_of
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
 from lobs.calibration.moments import PairedMoments
-from lobs.calibration.paired import layers_of
 from lobs.layers import find_layers
 
 

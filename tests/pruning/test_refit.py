@@ -394,7 +394,7 @@ def test_an_output_that_is_not_finite_is_no_reason_to_move():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"refit": "all"}, "use 'layers', 'network'"),
+        ({"refit": "all"}, "use 'layers', 'blocks', 'network'"),
         ({"refit": "network", "inputs": "dense"}, "use inputs='asymmetric'"),
         (
             {"refit": "network", "execution": lobs.Execution(memory="8GB")},

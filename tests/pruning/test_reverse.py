@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.func import vjp as torch_vjp
 
-from lobs.pruning.refit.reverse import vjp
+from lobs.pruning.refit.gauss_newton import vjp
 
 _SMALL_PRUNE = """
 import sys, torch, lobs

@@ -400,8 +400,8 @@ def test_what_a_step_writes_into_its_input_is_seen_on_disk_too(monkeypatch):
         lobs.prune(model, data, lobs.Sparsity(0.5), progress=False)
     target = Sparsity(0.5, scope="layer")
     in_memory = lobs.prune(model, data, target, progress=False)
-    monkeypatch.setattr("lobs.calibration.paired._IN_MEMORY", 0)
-    monkeypatch.setattr("lobs.calibration.paired._WORTH_A_FILE", 0)
+    monkeypatch.setattr("lobs.calibration.blocks.base.IN_MEMORY", 0)
+    monkeypatch.setattr("lobs.calibration.blocks.base._WORTH_A_FILE", 0)
     on_disk = lobs.prune(model, data, target, progress=False)
     assert all(
         torch.equal(a, b)

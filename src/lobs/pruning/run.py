@@ -15,11 +15,10 @@ from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs._system.run_log import log_event, phase
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
-from lobs.calibration.blocks import Repeated, in_blocks
+from lobs.calibration.blocks import Repeated, in_blocks, layers_of
 from lobs.calibration.comparison import Comparison, LayerDistance
 from lobs.calibration.layer_problem import asymmetric_problem, histogram
 from lobs.calibration.moments import PairedMoments
-from lobs.calibration.paired import layers_of
 from lobs.certificate.bound import Certificate
 from lobs.certificate.certify import certificate, layer_errors
 from lobs.errors import LobsError

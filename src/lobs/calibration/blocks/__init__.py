@@ -13,13 +13,22 @@ from typing import Any
 from torch import nn
 
 from lobs._system.distributed import process_group
-from lobs.calibration.blocks.base import Block, LayerPair, loaded
+from lobs.calibration.blocks.base import Block, LayerPair, layers_of, loaded
 from lobs.calibration.blocks.repeated import Repeated, Sample, flowing, repeated_blocks
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.traced import given_names, traced_steps
 from lobs.calibration.forward import evaluating
 
-__all__ = ["Block", "LayerPair", "Repeated", "Sample", "flowing", "in_blocks", "loaded"]
+__all__ = [
+    "Block",
+    "LayerPair",
+    "Repeated",
+    "Sample",
+    "flowing",
+    "in_blocks",
+    "layers_of",
+    "loaded",
+]
 
 
 def in_blocks(

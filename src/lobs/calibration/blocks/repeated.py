@@ -53,7 +53,7 @@ _HIDDEN = object()  # stands in captured arguments where the activations stood
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call of a block, apart from the activations that flow through it."""
+    """The arguments of one call of a block, without the activations that flow through it."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -86,8 +86,8 @@ class Arguments:
 
     def same(self, other: Arguments, equal: Any = None) -> bool:
         """Return whether all values are the same objects, or equal by a function for tensors."""
-        mine, theirs = (self.args, *self.kwargs.items()), (other.args, *other.kwargs.items())
-        return _same(mine, theirs, equal)
+        own = (self.args, *self.kwargs.items())
+        return _same(own, (other.args, *other.kwargs.items()), equal)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class _Pieces:
 
 
 def _pieces(work: nn.Module, samples: Sequence[Sample]) -> _Pieces:
-    """Cut batches into pieces for one step, where the block treats rows apart; else leave them."""
+    """Cut batches into pieces for one step, where the block treats rows independently."""
     counts = [len(loaded(sample.inputs)) for sample in samples]
     energy = sum(float(loaded(s.wanted).double().square().mean()) for s in samples)
     whole = _Pieces(samples, [_Piece(i, range(n)) for i, n in enumerate(counts)], energy)
@@ -208,11 +208,11 @@ def _separable(work: nn.Module, pieces: _Pieces) -> bool:
     whole = pieces.every[0]
     rows = [_Piece(0, range(row, row + 1)) for row in whole.rows]
     try:
-        apart = sum(float(pieces.loss(work, row)) for row in rows)
+        alone = sum(float(pieces.loss(work, row)) for row in rows)
     except Exception:  # the user's block may refuse a single row in any way
         return False
     together = float(pieces.loss(work, whole))
-    return math.isclose(apart, together, rel_tol=1e-3)
+    return math.isclose(alone, together, rel_tol=1e-3)
 
 
 def _adam(work: nn.Module, free: Free, pieces: _Pieces, fit: Sequence[_Piece]) -> Iterator[int]:

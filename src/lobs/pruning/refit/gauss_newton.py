@@ -25,7 +25,6 @@ from lobs.errors import LobsError, ProcessGroupError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
-from lobs.pruning.refit.reverse import vjp
 from lobs.solvers.least_squares import conjugate_gradients
 
 INSIDE = 4  # conjugate-gradient steps
@@ -307,3 +306,34 @@ def differentiable() -> Iterator[None]:
     with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
         yield
+
+
+def vjp(
+    function: Callable[[Vector], Tensor], at: Vector
+) -> tuple[Tensor, Callable[[Tensor], tuple[Vector]]]:
+    """Evaluate `function`, and return its value and the map v ↦ (Jᵀv,).
+
+    `torch.func.vjp` gives the same numbers, but its first call imports `torch._dynamo`, which takes
+    seconds. The map may be called several times. Parameters without influence get zeros.
+    """
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in at.items()}
+    with torch.enable_grad():
+        value = function(leaves)
+
+    def transposed(v: Tensor) -> tuple[Vector]:
+        if not value.requires_grad:
+            return ({name: torch.zeros_like(tensor) for name, tensor in at.items()},)
+        # The gradient of a scalar: torch imports sympy to compare shapes where it is given v.
+        with torch.enable_grad():
+            product = (value * v.detach()).sum()
+        found = torch.autograd.grad(
+            product, list(leaves.values()), retain_graph=True, allow_unused=True
+        )
+        return (
+            {
+                name: torch.zeros_like(leaf) if gradient is None else gradient
+                for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+            },
+        )
+
+    return value.detach(), transposed

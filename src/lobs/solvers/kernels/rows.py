@@ -63,7 +63,7 @@ def restrict(gram: Tensor, lines: Tensor, columns: Tensor) -> Tensor:
     """
     if gram.device.type != "cpu" or find_spec("numba") is None:
         return gram[lines.unsqueeze(2), columns.unsqueeze(1)]
-    from lobs.solvers.kernels.compiled_rows import gather
+    from lobs.solvers.kernels.compiling import gather
 
     out = gram.new_empty(*lines.shape, columns.shape[1])
     gather(gram.numpy(), lines.numpy(), columns.numpy(), out.numpy())

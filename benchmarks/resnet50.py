@@ -1,0 +1,83 @@
+"""Prune ResNet-50 as a user calls it, and count right answers on other images.
+
+    python -m benchmarks.resnet50 WEIGHTS TRAIN VALIDATION [--keep 0.5 0.25] [--images 1000]
+        [--refit default layers dense] [--judges 3000]
+
+WEIGHTS is the safetensors file of `resnet50-v1`. TRAIN and VALIDATION are tars or folders of class
+folders. "default" is `lobs.prune(net, images, keep=…)`. "layers" is the same without a refit by
+blocks. "dense" solves every layer on the dense network's inputs. A fall's standard error is that of
+paired answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lobs
+from lobs import zoo
+from lobs.zoo.datasets import imagenet
+
+HOW: dict[str, dict[str, Any]] = {
+    "default": {},
+    "layers": {"refit": "layers"},
+    "dense": {"inputs": "dense"},
+}
+
+
+@torch.no_grad()
+def right(model: nn.Module, images: imagenet.ImageNet) -> list[bool]:
+    """Return for every image whether the network's first answer is right."""
+    model.eval()
+    return [bool(answer) for x, y in images for answer in (model(x).argmax(dim=1) == y)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("train", type=Path)
+    parser.add_argument("validation", type=Path)
+    parser.add_argument("--keep", type=float, nargs="*", default=[0.5, 0.3, 0.25, 0.1])
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--judges", type=int, default=3000)
+    parser.add_argument("--refit", nargs="*", choices=HOW, default=["default"])
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    model = zoo.trained("resnet50-v1", given.weights).eval()
+    images = imagenet.load("train", given.train, scaling="caffe", batch_size=25, limit=given.images)
+    judges = imagenet.load(
+        "val", given.validation, scaling="caffe", batch_size=25, limit=given.judges
+    )
+    dense = right(model, judges)
+    print(f"dense top-1 {100 * sum(dense) / len(dense):.2f} on {len(dense):,} images\n")
+    print("| kept | way | top-1 | fall | ± | seconds | |")
+    print("|---|---|---|---|---|---|---|")
+    for keep in given.keep:
+        for way in given.refit:
+            began = time.perf_counter()
+            result = lobs.prune(model, images, keep=keep, progress=False, **HOW[way])
+            took = time.perf_counter() - began
+            found = right(result.model, judges)
+            lost = [a - b for a, b in zip(dense, found, strict=True)]
+            fall = sum(lost) / len(lost)
+            spread = math.sqrt(sum((x - fall) ** 2 for x in lost)) / len(lost)
+            spent = {name: round(seconds) for name, seconds in result.phases.items()}
+            print(
+                f"| {keep:.0%} | {way} | {100 * sum(found) / len(found):.2f} | {100 * fall:.2f} "
+                f"| {100 * spread:.2f} | {took:.0f} "
+                f"| {spent}; {result.settings.get('refit', '')} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

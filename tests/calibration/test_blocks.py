@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lobs.calibration.blocks import Repeated, in_blocks, layers_of
+from lobs.calibration.blocks.repeated import repeated_blocks
+from lobs.calibration.blocks.rerun import Rerun
+from lobs.calibration.forward import evaluating
+from lobs.calibration.layer_problem import _TETHERS, _serving
+from lobs.layers import find_layers
+from lobs.solvers import linalg
+
+
+class Part(nn.Module):
+    """One residual block that counts its calls."""
+
+    calls = 0
+
+    def __init__(self, width=6, bias=None):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x, scale=None, past_key_values=None, **_):
+        Part.calls += 1
+        if past_key_values is not None:
+            past_key_values.append(x)
+            x = x + 0.1 * len(past_key_values)
+        out = x + self.down(torch.relu(self.up(self.norm(x)))) * (1.0 if scale is None else scale)
+        return (out, None)
+
+
+class Decoder(nn.Module):
+    """Blocks in a list, called with a shared argument; no tracer can follow it."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.start = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(Part() for _ in range(depth))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        scale = torch.full((1, 6), 0.5) if float(x.sum()) > -1e30 else None
+        h = self.start(x)
+        for block in self.blocks:
+            h = block(h, scale=scale)[0]
+        return self.head(h)
+
+
+class Own(Decoder):
+    """Every block has an argument of its own."""
+
+    def forward(self, x):
+        h = self.start(x) if float(x.sum()) > -1e30 else x
+        for i, block in enumerate(self.blocks):
+            h = block(h, scale=torch.full((1, 6), 0.1 * i))[0]
+        return self.head(h)
+
+
+class Depends(Decoder):
+    """A block's argument depends on the activations before it."""
+
+    def forward(self, x):
+        h = self.start(x) if float(x.sum()) > -1e30 else x
+        for block in self.blocks:
+            h = block(h, scale=h.mean(0, keepdim=True))[0]
+        return self.head(h)
+
+
+class Skips(Decoder):
+    """Every block sees what the block before the last gave."""
+
+    def forward(self, x):
+        before = h = self.start(x) if float(x.sum()) > -1e30 else x
+        for block in self.blocks:
+            before, h = h, block(h + before)[0]
+        return self.head(h)
+
+
+class Caches(Decoder):
+    """Blocks add to a cache that the network makes for each call."""
+
+    def forward(self, x):
+        h = self.start(x) if float(x.sum()) > -1e30 else x
+        for block in self.blocks:
+            h = block(h, past_key_values=[])[0]
+        return self.head(h)
+
+
+class Twice(Decoder):
+    """One block runs several times."""
+
+    def __init__(self):
+        super().__init__(2)
+
+    def forward(self, x):
+        h = self.start(x) if float(x.sum()) > -1e30 else x
+        for _ in range(3):
+            h = self.blocks[0](h)[0]
+        return self.head(self.blocks[1](h)[0])
+
+
+def batches(number=3):
+    return [torch.randn(16, 5, generator=torch.Generator().manual_seed(s)) for s in range(number)]
+
+
+def pairs(dense, pruned):
+    return list(zip(find_layers(dense), find_layers(pruned), strict=True))
+
+
+def walked(dense, made):
+    """Return all moments; every layer is spoilt as soon as it has been seen."""
+    pruned, found = copy.deepcopy(dense), {}
+    with evaluating(dense), evaluating(pruned):
+        for block in made(dense, pruned, batches(), pairs(dense, pruned)):
+            for layer, moments in layers_of(block):
+                found[layer.name] = moments.pruned.moment, moments.residual(layer.matrix())
+                layer.write(layer.matrix() * 0.9)
+            block.advance()
+    return found
+
+
+def rerun(*given):
+    return [Rerun(*given)]
+
+
+@pytest.mark.parametrize("kind", [Decoder, Own])
+def test_repeated_blocks_give_the_bits_of_running_the_network(kind):
+    torch.manual_seed(0)
+    dense = kind()
+    ours, slow = walked(dense, repeated_blocks), walked(dense, rerun)
+    assert list(ours) == list(slow)
+    for name in ours:
+        assert all(torch.equal(a, b) for a, b in zip(ours[name], slow[name], strict=True))
+
+
+@pytest.mark.parametrize("kind", [Depends, Skips, Twice, Caches])
+def test_a_network_without_rows_of_blocks_is_run_from_its_start(kind):
+    torch.manual_seed(0)
+    dense = kind()
+    with evaluating(dense):
+        assert not repeated_blocks(dense, dense, batches(), pairs(dense, dense))
+    pruned = copy.deepcopy(dense)
+    (block,) = in_blocks(dense, pruned, batches(), pairs(dense, pruned), repeated=True)
+    assert isinstance(block, Rerun)
+
+
+def test_cost_is_linear_in_depth():
+    calls = []
+    for depth in (4, 8, 16):
+        dense, Part.calls = Decoder(depth), 0
+        walked(dense, repeated_blocks)
+        calls.append(Part.calls / depth)
+    assert max(calls) < 1.05 * min(calls)
+
+
+def test_held_out_samples_stay_out_of_the_moments():
+    dense = Decoder()
+    pruned = copy.deepcopy(dense)
+    counts = set()
+    for block in in_blocks(dense, pruned, batches(), pairs(dense, pruned), repeated=True):
+        for _, moments in layers_of(block):
+            if isinstance(block, Repeated):
+                counts.add((moments.pruned.count, moments.held_out.pruned.count))
+    assert counts == {(42, 6)}
+
+
+def test_of_many_batches_one_in_eight_is_held_out():
+    dense = Decoder()
+    pruned = copy.deepcopy(dense)
+    for block in in_blocks(dense, pruned, batches(16), pairs(dense, pruned), repeated=True):
+        if isinstance(block, Repeated):
+            assert [s.held_out for s in block.samples()] == ([False] * 7 + [True]) * 2
+
+
+def _paired(samples, d=20, rows=6, noise=1.0, seed=0):
+    """Return Ĥ and W D of inputs that differ by a fixed map and noise."""
+    fixed = torch.Generator().manual_seed(9)
+    w = torch.randn(rows, d, generator=fixed, dtype=torch.float64)
+    shift = 0.3 * torch.randn(d, d, generator=fixed, dtype=torch.float64) / d**0.5
+    own = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, d, generator=own, dtype=torch.float64)
+    far = x @ shift + noise * torch.randn(samples, d, generator=own, dtype=torch.float64)
+    return x.mT @ x / samples, w @ (far.mT @ x) / samples
+
+
+def _gain(shift, moment, residual):
+    return float(2 * (shift * residual).sum() - ((shift @ moment) * shift).sum())
+
+
+@pytest.mark.parametrize(("samples", "noise"), [(24, 3.0), (100, 1.0), (5000, 0.1)])
+def test_the_chosen_aim_is_never_worse_on_held_out_samples_than_either_end(samples, noise):
+    fit, held = _paired(samples, noise=noise), _paired(samples, noise=noise, seed=1)
+    ladder = [1e-3 * step for step in _TETHERS]
+    chosen = _serving(*fit, ladder, *held)
+    ends = [linalg.ridge_solve(*fit, lam) for lam in ladder]
+    assert _gain(chosen, *held) >= max(0.0, *(_gain(shift, *held) for shift in ends)) - 1e-9
+
+
+def test_more_data_moves_the_aim_to_the_whole_shift():
+    shares = []
+    for samples in (24, 200, 20_000):
+        fit, held = _paired(samples), _paired(samples, seed=1)
+        chosen = _serving(*fit, [1e-3], *held)
+        whole = linalg.ridge_solve(*fit, 1e-3)
+        shares.append(float(chosen.norm() / whole.norm()))
+    assert shares[0] < shares[1] < shares[2] and shares[2] > 0.9

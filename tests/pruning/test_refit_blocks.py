@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lobs
+from lobs.pruning.refit import joint
+
+
+class Part(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(3 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(Part() for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.start(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def tower(kind=torch.float32):
+    torch.manual_seed(0)
+    return Tower().to(kind).eval()
+
+
+def data(number=8, kind=torch.float32):
+    return [
+        torch.randn(50, 5, generator=torch.Generator().manual_seed(s)).to(kind)
+        for s in range(number)
+    ]
+
+
+def pruned(model, batches=None, **how):
+    how = {"refit": "blocks", **how}
+    keep = how.pop("keep", 0.4)
+    return lobs.prune(
+        model,
+        batches or data(),
+        lobs.Sparsity(1 - keep, scope="layer"),
+        progress=False,
+        **how,
+    )
+
+
+def far(model, dense):
+    x = torch.randn(500, 5, generator=torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        return float((model(x) - dense(x)).square().mean())
+
+
+def test_blocks_come_nearer_on_new_data_and_zeros_stay():
+    dense = tower()
+    layers, blocks = (pruned(dense, refit=refit) for refit in ("layers", "blocks"))
+    assert far(blocks.model, dense) < 0.95 * far(layers.model, dense)
+    state = blocks.model.state_dict()
+    for name, mask in blocks.masks.items():
+        assert not state[name][~mask].any()
+    assert [x.kept for x in layers.layers] == [x.kept for x in blocks.layers]
+    assert blocks.settings["refit"].startswith("block by block")
+
+
+def test_the_report_of_a_block_is_measured_on_held_out_samples(monkeypatch):
+    found = []
+    from lobs.pruning import run
+
+    whole = run.refit_block
+
+    def spied(*given):
+        found.append(whole(*given))
+        return found[-1]
+
+    monkeypatch.setattr(run, "refit_block", spied)
+    pruned(tower())
+    assert [effect.name for effect in found] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert all(effect.held_out == 50 for effect in found)
+    assert all(effect.after < effect.before if effect.moved else True for effect in found)
+
+
+def test_a_refit_that_does_not_help_on_held_out_samples_changes_nothing(monkeypatch):
+    monkeypatch.setattr("lobs.pruning.refit.blocks._RATE", 50.0)  # every step overshoots
+    cut = pruned(tower())
+    monkeypatch.setattr("lobs.pruning.refit.blocks._EPOCHS", 0)
+    still = pruned(tower())
+    for a, b in zip(cut.model.parameters(), still.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert "no block came nearer" in cut.settings["refit"]
+
+
+def test_the_dense_network_and_frozen_weights_stay_as_they_were():
+    dense = tower()
+    for parameter in dense.parameters():
+        parameter.requires_grad_(False)
+    kept = copy.deepcopy(dense.state_dict())
+    cut = pruned(dense)
+    assert all(torch.equal(kept[n], t) for n, t in dense.state_dict().items())
+    assert all(p.grad is None and not p.requires_grad for p in cut.model.parameters())
+
+
+def test_half_precision_is_refitted_in_single_and_rounded_once():
+    dense = tower(torch.bfloat16)
+    layers, blocks = (
+        pruned(dense, data(kind=torch.bfloat16), refit=refit) for refit in ("layers", "blocks")
+    )
+    single = tower()
+    single.load_state_dict(dense.state_dict())
+    assert all(p.dtype == torch.bfloat16 for p in blocks.model.parameters())
+    assert far(blocks.model.float(), single) < far(layers.model.float(), single)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, monkeypatch):
+    whole = pruned(tower())
+    from lobs.pruning import run
+
+    refit_block, seen = run.refit_block, []
+
+    def stops(*given):
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return refit_block(*given)
+
+    how = {"execution": lobs.Execution(resume=tmp_path / "run")}
+    monkeypatch.setattr(run, "refit_block", stops)
+    with pytest.raises(KeyboardInterrupt):
+        pruned(tower(), **how)
+    again = pruned(tower(), **how)
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert len(seen) == 4  # two blocks before the stop, the third one twice
+
+
+def test_large_networks_are_refitted_by_blocks_and_small_ones_as_a_whole(monkeypatch):
+    small = pruned(tower(), refit=None)
+    assert not small.settings["refit"].startswith("block by block")
+    monkeypatch.setattr("lobs.pruning.options.WORK", 1.0)
+    assert pruned(tower(), refit=None).settings["refit"].startswith("block by block")
+    assert joint.affordable(1e3, 100, None) and not joint.affordable(1e9, 1000, joint.WORK)
+
+
+def test_a_network_without_blocks_is_one_block():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    cut = pruned(plain, data(30))
+    assert "jointly" in cut.settings["refit"] or "joint refit" in cut.settings["refit"]
+
+
+def test_blocks_need_asymmetric_inputs():
+    with pytest.raises(lobs.LobsError, match="refit='blocks'"):
+        pruned(tower(), inputs="dense")
