@@ -200,12 +200,25 @@ class PairedMoments:
     They are Ĥ = E[ŷŷᵀ] and D = E[(y − ŷ)ŷᵀ]. D is summed as a difference, because E[yŷᵀ] − Ĥ loses
     it to rounding where y and ŷ are close. Only W D is ever needed. It is summed directly where
     that takes fewer products, or where a second d×d matrix would take too much memory.
+
+    Args:
+        layer: the layer.
+        like: moments of a layer with the same inputs. They are summed once for both.
     """
 
-    def __init__(self, layer: Layer) -> None:
-        self.pruned = Moments.of(layer, layer.weight.device)
+    def __init__(self, layer: Layer, like: PairedMoments | None = None) -> None:
+        self._like = like
+        self._outer: Tensor
+        self._sum: Tensor
+        self.pruned: Moments = (
+            Moments.of(layer, layer.weight.device) if like is None else like.pruned
+        )
         self.held_out: PairedMoments | None = None  # the same of samples that are held out
         self._weighed = weighed(layer)
+        self._shared = like is not None and not self._weighed and not like._weighed
+        if like is not None and self._shared:
+            self._outer, self._sum = like._outer, like._sum
+            return
         lines = layer.rows if self._weighed else layer.columns
         self._outer = self.pruned._whole.new_zeros(layer.groups, lines, layer.columns)
         self._sum = torch.zeros(
@@ -225,8 +238,10 @@ class PairedMoments:
                 f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and "
                 f"{tuple(x_hat.shape)} in the pruned network. Use inputs='dense'."
             )
+        if self._shared:
+            return
         if torch.equal(x, x_hat):  # no layer before this one has been pruned
-            for piece in layer.patches(x_hat):
+            for piece in layer.patches(x_hat) if self._like is None else ():
                 self.pruned.add(piece)
             return
         own = torch.promote_types(x.dtype, torch.float32)
@@ -236,7 +251,8 @@ class PairedMoments:
         for difference, pruned in zip(
             layer.patches(x.to(own) - x_hat.to(own)), layer.patches(x_hat), strict=True
         ):
-            self.pruned.add(pruned)
+            if self._like is None:
+                self.pruned.add(pruned)
             moved = difference.to(kind)
             lines = moved if weight is None else moved @ weight.mT
             product = lines.mT @ pruned.to(kind)
@@ -247,8 +263,10 @@ class PairedMoments:
 
     def join(self) -> None:
         """Add up the sums of all processes of the group."""
-        self.pruned.join()
-        process_group().all_reduce(self._outer, self._sum)
+        if self._like is None:
+            self.pruned.join()
+        if not self._shared:
+            process_group().all_reduce(self._outer, self._sum)
 
     def residual(self, weight: Tensor) -> Tensor:
         """Return W D as (groups, rows, columns); with a bias, the constant-1 column is last."""

@@ -25,6 +25,7 @@ _WORTH_A_FILE = 2**16
 
 LayerPair = tuple[Layer, Layer]
 Run = Callable[[], Any]
+Inputs = dict[str, list[Tensor]]  # by layer, one for each call
 
 
 class StopRun(BaseException):  # not an Exception: user code that catches those must not keep it
@@ -46,12 +47,23 @@ class Block(ABC):
     holds_out = False  # whether some samples are kept out of the layers' moments
 
     @abstractmethod
-    def both(self, *, held_out: bool = False) -> Iterator[tuple[Run, Run]]:
-        """Yield for every batch a function that runs the dense block and one for the pruned.
+    def both(self) -> Iterator[tuple[Run, Run]]:
+        """Yield for every batch a function that runs the dense block and one for the pruned."""
+
+    def inputs(
+        self, layers: Sequence[LayerPair], *, held_out: bool = False
+    ) -> Iterator[tuple[Inputs, Inputs]]:
+        """Yield for every batch the inputs of some layers, in the dense and the pruned network.
 
         Args:
-            held_out: yield the held-out samples instead.
+            layers: the layers.
+            held_out: take the held-out samples instead.
         """
+        for dense, pruned in () if held_out else self.both():
+            yield (
+                inputs_of([a for a, _ in layers], self.calls, dense),
+                inputs_of([b for _, b in layers], self.calls, pruned),
+            )
 
     def advance(self) -> None:  # noqa: B027 - a block that keeps no state has nothing to do
         """Leave this block behind, now that its layers are pruned."""
@@ -78,9 +90,7 @@ class Block(ABC):
             moments: their moments, by name.
             held_out: take the held-out samples instead.
         """
-        for dense, pruned in self.both(held_out=held_out):
-            dense_inputs = _inputs([a for a, _ in together], self.calls, dense)
-            pruned_inputs = _inputs([b for _, b in together], self.calls, pruned)
+        for dense_inputs, pruned_inputs in self.inputs(together, held_out=held_out):
             for before, after in together:
                 xs, xs_hat = dense_inputs[before.name], pruned_inputs[after.name]
                 if len(xs) != len(xs_hat):
@@ -94,8 +104,14 @@ class Block(ABC):
             yield
 
 
-def _inputs(layers: Sequence[Layer], calls: Mapping[str, int], run: Run) -> dict[str, list[Tensor]]:
-    """Return the inputs of each layer in one run; the run stops after the last expected call."""
+def inputs_of(layers: Sequence[Layer], calls: Mapping[str, int], run: Run) -> Inputs:
+    """Return the inputs of each layer in one run; the run stops after the last expected call.
+
+    Args:
+        layers: the layers.
+        calls: how often each runs, where not once.
+        run: runs the network, or the part that holds the layers.
+    """
     found: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
     def note(name: str) -> Callable[[Tensor], None]:
@@ -129,8 +145,8 @@ def layers_of(
         groups = [[pair] for group in groups for pair in group]
     for together in groups:
         wanted = [pair for pair in together if pair[0].name not in known]
-        moments = {before.name: PairedMoments(before) for before, _ in wanted}
-        judges = {before.name: PairedMoments(before) for before, _ in wanted if block.holds_out}
+        moments = _moments(wanted)
+        judges = _moments(wanted) if block.holds_out else {}
         with (
             process_group().raise_together(),
             track(f"inputs of {together[0][0].name}", None) as advance,
@@ -147,13 +163,26 @@ def layers_of(
             yield after, moments.get(before.name)
 
 
+def _moments(layers: Sequence[LayerPair]) -> dict[str, PairedMoments]:
+    """Return empty moments for layers with one input; equal sums are shared."""
+    found: dict[str, PairedMoments] = {}
+    first: dict[Any, PairedMoments] = {}
+    for layer, _ in layers:
+        key = layer.form, layer.columns, layer.groups, layer.bias is None, layer.weight.device
+        found[layer.name] = PairedMoments(layer, first.get(key))
+        if not memory.single_copy(layer.groups, layer.columns):  # whose problem overwrites it
+            first.setdefault(key, found[layer.name])
+    return found
+
+
 def _sharing_inputs(block: Block) -> list[list[LayerPair]]:
     """Group the layers that one run can serve: neighbours whose input is the same tensor object."""
-    seen: dict[str, list[Tensor]] = {}
+    seen: dict[str, list[tuple[Tensor, int]]] = {}
 
     def note(name: str, x: Tensor) -> None:
-        # The tensors themselves are kept: the id of a freed tensor may be used again.
-        seen.setdefault(name, []).append(x)
+        # The tensors themselves are kept: the id of a freed tensor may be used again. A step may
+        # work in place between two layers, which the version tells.
+        seen.setdefault(name, []).append((x, x._version))
 
     with (
         process_group().raise_together(),
@@ -172,8 +201,10 @@ def _sharing_inputs(block: Block) -> list[list[LayerPair]]:
     return [[pairs[name] for name in group] for group in groups]
 
 
-def _identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def _identical(some: Sequence[tuple[Tensor, int]], others: Sequence[tuple[Tensor, int]]) -> bool:
+    return len(some) == len(others) and all(
+        a is b and m == n for (a, m), (b, n) in zip(some, others, strict=True)
+    )
 
 
 def allowed_in_memory() -> int:

@@ -26,10 +26,12 @@ from lobs._system.distributed import process_group
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.base import (
     Block,
+    Inputs,
     LayerPair,
     Run,
     StopRun,
     allowed_in_memory,
+    inputs_of,
     loaded,
     size,
     spilled,
@@ -117,6 +119,7 @@ class Repeated(Block):
     def __init__(self, row: _Streams, name: str, layers: Sequence[LayerPair]) -> None:
         super().__init__(layers, name)
         self.row, self._dense_done = row, False
+        self._seen: list[Inputs] = []  # of the dense block's layers, by batch
         self.holds_out = row.hold_out
 
     @property
@@ -124,16 +127,26 @@ class Repeated(Block):
         """Return the block of the pruned network."""
         return self.row.models[1].get_submodule(self.name)
 
-    def both(self, *, held_out: bool = False) -> Iterator[tuple[Run, Run]]:
+    def both(self) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""
         self.row.start()
-        for index, held in enumerate(self.row.held_out):
-            if held is not held_out:
-                continue
+        for index in range(len(self.row.held_out)):
             yield (
                 partial(self.row.run, 0, self.name, index),
                 partial(self.row.run, 1, self.name, index),
             )
+
+    def inputs(
+        self, layers: Sequence[LayerPair], *, held_out: bool = False
+    ) -> Iterator[tuple[Inputs, Inputs]]:
+        """See `Block`. The dense block runs once for all its layers."""
+        self._advance_dense()
+        for index, held in enumerate(self.row.held_out):
+            if held is held_out:
+                seen = self._seen[index]
+                dense = {a.name: [loaded(x) for x in seen[a.name]] for a, _ in layers}
+                run = partial(self.row.run, 1, self.name, index)
+                yield dense, inputs_of([b for _, b in layers], self.calls, run)
 
     def samples(self) -> list[Sample]:
         """Return every batch's input in the pruned network beside the dense block's output."""
@@ -147,13 +160,35 @@ class Repeated(Block):
     def advance(self) -> None:
         """See `Block`."""
         self._advance_dense()
-        self.row.advance(1, self.name)
+        shelf = memory.Shelf()
+        for index in range(len(self.row.held_out)):
+            self.row.step(1, self.name, index, shelf)
+        distinct = {id(x): x for seen in self._seen for inputs in seen.values() for x in inputs}
+        self.row.held -= sum(map(size, distinct.values()))
+        self._seen.clear()
 
     def _advance_dense(self) -> None:
-        if not self._dense_done:
-            self.row.start()
-            self.row.advance(0, self.name)
-            self._dense_done = True
+        """Run the dense block on all batches, once; keep its layers' inputs."""
+        if self._dense_done:
+            return
+        self._dense_done = True
+        self.row.start()
+        shelf = memory.Shelf()
+        found: Inputs = {}
+        last: tuple[Any, ...] = (None, 0, None)  # layers with one input share what is kept of it
+
+        def note(name: str, x: Tensor) -> None:
+            nonlocal last
+            if x is not last[0] or x._version != last[1]:
+                # A copy: the block may work in place.
+                last = x, x._version, self.row.keep(x.detach().clone(), shelf)
+            found.setdefault(name, []).append(last[2])
+
+        with watching(layer.on_input(partial(note, layer.name)) for layer, _ in self.layers):
+            for index in range(len(self.row.held_out)):
+                self.row.step(0, self.name, index, shelf)
+                self._seen.append(found)
+                found, last = {}, (None, 0, None)
 
 
 @dataclass
@@ -185,7 +220,7 @@ class _Streams:
                     edge = len(x) - len(x) // KEPT_BACK
                     parts = [slice(0, edge), slice(edge, len(x))]
                 for part in parts:
-                    self.values[side].append(self._kept(x[part].clone(), shelf))
+                    self.values[side].append(self.keep(x[part].clone(), shelf))
                     self.arguments[side].append(
                         {name: found.rows(part, len(x)) for name, found in others.items()}
                         if len(parts) > 1
@@ -202,16 +237,15 @@ class _Streams:
         with user_code(f"running block '{name}'"):
             return self.arguments[side][index][name].run(self.models[side].get_submodule(name), x)
 
-    def advance(self, side: int, name: str) -> None:
-        """Replace a network's activations before a block by those after it."""
-        values, shelf = self.values[side], memory.Shelf()
-        for index in range(len(values)):
-            out = flowing(self.run(side, name, index))
-            assert out is not None  # the first look at the row has checked it
-            self.held -= size(values[index])
-            values[index] = self._kept(out.detach(), shelf)
+    def step(self, side: int, name: str, index: int, shelf: memory.Shelf) -> None:
+        """Replace one batch's activations before a block by those after it."""
+        out = flowing(self.run(side, name, index))
+        assert out is not None  # the first look at the row has checked it
+        self.held -= size(self.values[side][index])
+        self.values[side][index] = self.keep(out.detach(), shelf)
 
-    def _kept(self, x: Tensor, shelf: memory.Shelf) -> Any:
+    def keep(self, x: Tensor, shelf: memory.Shelf) -> Any:
+        """Return a tensor as it is, or, where memory is short, its place in a file."""
         kept = spilled(x, shelf) if self.held + size(x) > self.allowed else x
         self.held += size(kept)
         return kept

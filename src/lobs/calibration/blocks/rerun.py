@@ -28,8 +28,8 @@ class Rerun(Block):
         super().__init__(layers, "")
         self.models, self.batches = (dense, pruned), batches
 
-    def both(self, *, held_out: bool = False) -> Iterator[tuple[Run, Run]]:
+    def both(self) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""
         dense, pruned = self.models
-        for batch in () if held_out else self.batches:
+        for batch in self.batches:
             yield partial(call, dense, batch), partial(call, pruned, batch)

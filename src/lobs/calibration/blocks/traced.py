@@ -95,11 +95,11 @@ class Step(Block):
         super().__init__(layers, "")
         self.steps, self.number = steps, number
 
-    def both(self, *, held_out: bool = False) -> Iterator[tuple[Run, Run]]:
+    def both(self) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""
         self.steps.advance(self.number)
         node = self.steps.nodes[self.number]
-        for dense, pruned in () if held_out else self.steps.values:
+        for dense, pruned in self.steps.values:
             yield (
                 partial(self.steps.value, 0, dense, node),
                 partial(self.steps.value, 1, pruned, node),
