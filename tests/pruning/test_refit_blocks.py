@@ -8,6 +8,7 @@ from torch import nn
 
 import lobs
 from lobs.pruning.refit import joint
+from lobs.pruning.refit.descent import Schedule
 
 
 class Part(nn.Module):
@@ -96,9 +97,11 @@ def test_the_report_of_a_block_is_measured_on_held_out_samples(monkeypatch):
 
 
 def test_a_refit_that_does_not_help_on_held_out_samples_changes_nothing(monkeypatch):
-    monkeypatch.setattr("lobs.pruning.refit.blocks._RATE", 50.0)  # every step overshoots
+    monkeypatch.setattr(
+        "lobs.pruning.refit.blocks._SCHEDULE", Schedule(4, 32, 50.0)
+    )  # every step overshoots
     cut = pruned(tower())
-    monkeypatch.setattr("lobs.pruning.refit.blocks._EPOCHS", 0)
+    monkeypatch.setattr("lobs.pruning.refit.blocks._SCHEDULE", Schedule(0, 32, 0.03))
     still = pruned(tower())
     for a, b in zip(cut.model.parameters(), still.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -151,9 +154,58 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, monkeypatch):
 def test_large_networks_are_refitted_by_blocks_and_small_ones_as_a_whole(monkeypatch):
     small = pruned(tower(), refit=None)
     assert not small.settings["refit"].startswith("block by block")
-    monkeypatch.setattr("lobs.pruning.options.WORK", 1.0)
+    monkeypatch.setattr("lobs.pruning.session.WORK", 1.0)
     assert pruned(tower(), refit=None).settings["refit"].startswith("block by block")
     assert joint.affordable(1e3, 100, None) and not joint.affordable(1e9, 1000, joint.WORK)
+
+
+class Answer(dict):
+    """What `to_tuple` marks as an output of Hugging Face."""
+
+    def __init__(self, logits):
+        super().__init__(logits=logits)
+        self.logits = logits
+
+    def to_tuple(self):
+        return (self.logits,)
+
+
+class Speaks(Tower):
+    def forward(self, x):
+        return Answer(super().forward(x))
+
+
+def divergence(model, dense):
+    x = torch.randn(500, 5, generator=torch.Generator().manual_seed(99))
+    with torch.no_grad():
+        a, b = (m(x)["logits"].log_softmax(-1) for m in (dense, model))
+    return float(nn.functional.kl_div(b, a, log_target=True, reduction="batchmean"))
+
+
+def test_a_large_network_is_refitted_by_its_outputs_after_its_blocks(monkeypatch):
+    monkeypatch.setattr("lobs.pruning.session.WORK", 1.0)
+    monkeypatch.setattr("lobs.pruning.refit.whole._SCHEDULE", Schedule(4, 32, 0.01))
+    for kind, distance, word in ((Tower, far, "squared"), (Speaks, divergence, "KL")):
+        torch.manual_seed(0)
+        dense = kind().eval()
+        blocks, network = (pruned(dense, refit=refit) for refit in ("blocks", "network"))
+        assert distance(network.model, dense) < distance(blocks.model, dense)
+        said = network.settings["refit"]
+        assert said.startswith("block by block") and "then all layers jointly, " in said
+        assert word in said
+        state = network.model.state_dict()
+        assert not any(state[name][~mask].any() for name, mask in network.masks.items())
+
+
+def test_what_the_outputs_refit_did_is_taken_up_from_the_run_store(monkeypatch, tmp_path):
+    monkeypatch.setattr("lobs.pruning.session.WORK", 1.0)
+    how = {"refit": "network", "execution": lobs.Execution(resume=tmp_path / "run")}
+    first = pruned(tower(), **how)
+    monkeypatch.setattr("lobs.pruning.run.refit_outputs", None)  # it must not run again
+    again = pruned(tower(), **how)
+    for a, b in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert first.settings["refit"] == again.settings["refit"]
 
 
 def test_a_network_without_blocks_is_one_block():

@@ -27,6 +27,7 @@ from lobs.pruning.finished import FinishedLayer, network_error
 from lobs.pruning.refit.blocks import BlockRefit, BlockRefits, refit_block
 from lobs.pruning.refit.gauss_newton import parameters_of
 from lobs.pruning.refit.joint import JointRefit, refit_jointly
+from lobs.pruning.refit.whole import refit_outputs
 from lobs.pruning.result import LayerResult
 from lobs.pruning.session import Session
 from lobs.solvers import solve
@@ -113,6 +114,26 @@ class Run:
         if self.refit is not None and self.refit.steps:
             self.comparison = None
 
+    def refit_outputs(self) -> None:
+        """Refit a network that was refitted by blocks once more, by its outputs."""
+        session, key, layers = self.session, f"run {self.number} outputs", self.layers()
+        chosen = [layers[name] for name, target in self.plan.items() if target is not None]
+        saved = session.store.read(key)
+        if saved is not None:
+            effect = JointRefit(**saved.record["effect"])
+            for name, tensor in saved.state_dict.items():
+                self.model.get_parameter(name).data.copy_(tensor)
+        else:
+            with phase("refit"):
+                effect = refit_outputs(
+                    self.model, session.model, session.batches, chosen, self.masks
+                )
+            moved = self.model.named_parameters() if effect.steps else ()
+            session.store.write(key, {n: p.detach() for n, p in moved}, {"effect": asdict(effect)})
+        before = self.refit.blocks if isinstance(self.refit, BlockRefits) else ()
+        self.refit = BlockRefits(before, effect) if before else effect
+        self.comparison = None
+
     def compare(self) -> Comparison:
         """Return the distance from the dense network, measured once."""
         if self.comparison is None:
@@ -187,7 +208,7 @@ class Run:
         order = [name for name in session.calibration if self.plan[name] is not None]
         pairs = [(session.by_name[name], layers[name]) for name in order]
         known = [layer.name for layer, _ in pairs if self._known(layer)]
-        by_blocks = self.last and session.refit == "blocks"
+        by_blocks = self.last and session.by_blocks
         refits: list[BlockRefit] = []
         for block in in_blocks(
             session.model, self.model, session.batches, pairs, repeated=by_blocks
@@ -309,7 +330,9 @@ def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:
     run.solve_layers()
     if session.options.numerics.batch_norm:
         run.update_norms()
-    if last and session.refit != "layers" and run.refit is None:
+    if last and session.refit == "network" and session.by_blocks:
+        run.refit_outputs()
+    elif last and session.refit != "layers" and run.refit is None:
         run.refit_network()  # also where no blocks were found: the network is one block
     return run
 

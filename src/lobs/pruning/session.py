@@ -24,7 +24,7 @@ from lobs.pruning.finished import Packed
 from lobs.pruning.options import Options
 from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
 from lobs.pruning.preview import BudgetPreview, preview_budgets
-from lobs.pruning.refit.joint import Refit, affordable
+from lobs.pruning.refit.joint import WORK, Refit, affordable
 from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
@@ -91,11 +91,18 @@ class Session:
     @cached_property
     def refit(self) -> Refit:
         """Return what is refitted: as asked, or the network if that is cheap, or else blocks."""
-        options = self.options
-        if options.refit is not None:
-            return options.refit
-        cheap = affordable(self.flops(), self.calibration.samples, options.refit_work)
-        return "network" if cheap else "blocks"
+        asked = self.options.refit
+        return asked if asked is not None else "network" if self.small else "blocks"
+
+    @property
+    def by_blocks(self) -> bool:
+        """Return whether blocks are refitted: as asked, or because the network is large."""
+        return self.refit == "blocks" or (self.refit == "network" and not self.small)
+
+    @cached_property
+    def small(self) -> bool:
+        """Return whether Gauss–Newton steps on the whole network take about 20 s or less."""
+        return affordable(self.flops(), self.calibration.samples, WORK)
 
     @cached_property
     def curvature(self) -> dict[str, Tensor]:

@@ -14,7 +14,14 @@ from torch import nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks.base import Block, LayerPair, layers_of, loaded
-from lobs.calibration.blocks.repeated import Repeated, Sample, flowing, repeated_blocks
+from lobs.calibration.blocks.repeated import (
+    Repeated,
+    Sample,
+    cast,
+    flowing,
+    repeated_blocks,
+    rows_of,
+)
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.traced import given_names, traced_steps
 from lobs.calibration.forward import evaluating
@@ -24,10 +31,12 @@ __all__ = [
     "LayerPair",
     "Repeated",
     "Sample",
+    "cast",
     "flowing",
     "in_blocks",
     "layers_of",
     "loaded",
+    "rows_of",
 ]
 
 

@@ -78,12 +78,12 @@ class Arguments:
 
     def rows(self, rows: slice, count: int) -> Arguments:
         """Return the arguments of some samples of a batch of `count`."""
-        cut = partial(_rows, rows=rows, count=count)
+        cut = partial(rows_of, rows=rows, count=count)
         return Arguments(tuple(map(cut, self.args)), {k: cut(v) for k, v in self.kwargs.items()})
 
     def to(self, kind: torch.dtype) -> Arguments:
         """Return the arguments with floating-point tensors in another type."""
-        args, kwargs = _cast(self.args, kind), _cast(dict(self.kwargs), kind)
+        args, kwargs = cast(self.args, kind), cast(dict(self.kwargs), kind)
         return Arguments(args, kwargs)
 
     def same(self, other: Arguments, equal: Any = None) -> bool:
@@ -459,25 +459,25 @@ def _captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str,
     return start[0], {name: found.get(name, found[row.blocks[0]]) for name in row.blocks}
 
 
-def _rows(value: Any, rows: slice, count: int) -> Any:
+def rows_of(value: Any, rows: slice, count: int) -> Any:
     """Cut tensors whose first dimension is the batch, also inside tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() and len(value) == count > 1 else value
     if type(value) in (tuple, list):
-        return type(value)(_rows(part, rows, count) for part in value)
+        return type(value)(rows_of(part, rows, count) for part in value)
     if type(value) is dict:
-        return {key: _rows(part, rows, count) for key, part in value.items()}
+        return {key: rows_of(part, rows, count) for key, part in value.items()}
     return value
 
 
-def _cast(value: Any, kind: torch.dtype) -> Any:
+def cast(value: Any, kind: torch.dtype) -> Any:
     """Cast floating-point tensors, also inside tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return value.to(kind) if value.is_floating_point() else value
     if type(value) in (tuple, list):
-        return type(value)(_cast(part, kind) for part in value)
+        return type(value)(cast(part, kind) for part in value)
     if type(value) is dict:
-        return {key: _cast(part, kind) for key, part in value.items()}
+        return {key: cast(part, kind) for key, part in value.items()}
     return value
 
 

@@ -53,7 +53,8 @@ class JointRefit:
     """The effect of a joint refit on the output's root mean square distance from the dense output.
 
     `before`, `after` and `tried`, the least distance of any step, are measured on `held_out`
-    samples that no step worked on. `reason` says why no refit was made.
+    samples that no step worked on. `reason` says why no refit was made, `measure` what was
+    measured where it was not that distance.
     """
 
     steps: int = 0
@@ -62,13 +63,14 @@ class JointRefit:
     held_out: int = 0
     reason: str = ""
     tried: float | None = None
+    measure: str = "output deviation"
 
     def __str__(self) -> str:
         if self.reason:
             return f"layer by layer ({self.reason})"
         reached = self.after if self.steps or self.tried is None else self.tried
         moved = (
-            f"output deviation {self.before:.4g} → {reached:.4g} on {self.held_out:,} held-out "
+            f"{self.measure} {self.before:.4g} → {reached:.4g} on {self.held_out:,} held-out "
             "samples"
         )
         if not self.steps:

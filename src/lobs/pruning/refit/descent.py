@@ -1,0 +1,190 @@
+"""Move the kept weights of a module by Adam, judged on held-out samples.
+
+The steps are Adam's (Kingma and Ba 2015) on a copy in float32. A weight's step is relative to the
+typical size of its tensor's survivors. After every epoch the held-out distance is measured. The
+weights of the best epoch stay, and if none comes nearer to the dense output, nothing moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lobs._system.distributed import process_group
+from lobs._system.progress import track
+from lobs.layers import Layer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a descent goes on.
+
+    Args:
+        epochs: number of epochs; the held-out distance is measured after each.
+        steps: steps of an epoch.
+        rate: first step, relative to the root mean square of a tensor's survivors. A half cosine
+            leads from there to zero.
+        betas: decay rates of Adam's averages.
+    """
+
+    epochs: int
+    steps: int
+    rate: float
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of one sample."""
+
+    sample: int
+    rows: range
+
+
+class Objective(Protocol):
+    """A distance from the dense output."""
+
+    fit: Sequence[Piece]
+    held: Sequence[Piece]
+    rows: int  # of this process in one step
+
+    def loss(self, work: nn.Module, piece: Piece) -> Tensor:
+        """Return the distance, summed over a piece, in units of any size that all pieces share."""
+
+    def distance(self, work: nn.Module) -> float:
+        """Return the distance on the held-out pieces of all processes."""
+
+
+Free = list[tuple[str, nn.Parameter, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Descent:
+    """The result: the best weights, None where nothing came nearer, and the distances."""
+
+    weights: dict[str, Tensor] | None
+    before: float
+    after: float
+    epochs: int
+    held_out: int
+
+
+def free_parameters(
+    work: nn.Module, layers: Sequence[Layer], masks: Mapping[str, Tensor], prefix: str = ""
+) -> Free:
+    """Return the parameters that may move, each with its mask; all others are frozen.
+
+    Those are kept weights, and vectors such as biases and norm gains.
+
+    Args:
+        work: the module.
+        layers: its pruned layers.
+        masks: True where a weight is kept, by parameter name.
+        prefix: what the names of the module's parameters begin with in the network.
+    """
+    pruned = {name.removeprefix(prefix) for layer in layers for name in layer.parameters()}
+    found: Free = []
+    for name, parameter in work.named_parameters():
+        moves = name in pruned or parameter.dim() == 1
+        parameter.requires_grad_(moves)
+        if moves:
+            mask = masks.get(prefix + name)
+            found.append((name, parameter, None if mask is None else mask.to(parameter.device)))
+    return found
+
+
+def descend(
+    work: nn.Module, free: Free, objective: Objective, schedule: Schedule, label: str
+) -> Descent:
+    """Move the free parameters, and return the weights that are best on held-out samples.
+
+    Args:
+        work: the module in float32, which is changed.
+        free: its free parameters.
+        objective: the distance.
+        schedule: how long.
+        label: what the progress display says.
+    """
+    group = process_group()
+    before = best = objective.distance(work)
+    rows = round(group.sum_numbers(float(sum(len(p.rows) for p in objective.held)))[0])
+    if not 0 < before < math.inf:
+        return Descent(None, before, before, 0, rows)
+    chosen, epochs = None, 0
+    with track(label, schedule.epochs * schedule.steps) as advance:
+        for epoch in _adam(work, free, objective, schedule):
+            now = objective.distance(work)
+            advance(schedule.steps)
+            if now < best:
+                best, epochs = now, epoch
+                chosen = {name: parameter.detach().clone() for name, parameter, _ in free}
+    if chosen is not None:
+        group.broadcast(*chosen.values())  # so that all processes have the same bits
+    return Descent(chosen, before, best, epochs, rows)
+
+
+def _adam(work: nn.Module, free: Free, objective: Objective, schedule: Schedule) -> Iterator[int]:
+    """Take one epoch of steps after another; yield the number of epochs done."""
+    group = process_group()
+    rates = [schedule.rate * _typical(parameter, mask) for _, parameter, mask in free]
+    optimizer = torch.optim.Adam(
+        [{"params": [p], "lr": rate} for (_, p, _), rate in zip(free, rates, strict=True)],
+        betas=schedule.betas,
+    )
+    generator = torch.Generator().manual_seed(0)
+    fit, done = objective.fit, 0
+    for epoch in range(schedule.epochs):
+        order = [fit[i] for i in torch.randperm(len(fit), generator=generator)]
+        steps = _joined(order, objective.rows)[: schedule.steps]
+        number = max(group.all_gather(len(steps)))
+        for index in range(number):
+            _set_rate(optimizer, rates, done / (schedule.epochs * number))
+            optimizer.zero_grad(set_to_none=True)
+            with torch.enable_grad():
+                for piece in steps[index] if index < len(steps) else ():
+                    objective.loss(work, piece).backward()  # type: ignore[no-untyped-call]
+            for _, parameter, mask in free:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if mask is not None:
+                    parameter.grad.mul_(mask)
+            group.all_reduce(*(p.grad for _, p, _ in free if p.grad is not None))
+            optimizer.step()
+            done += 1
+        yield epoch + 1
+
+
+def cut(pieces: Sequence[Piece], rows: int) -> list[Piece]:
+    """Cut pieces into smaller ones of at most `rows` rows."""
+    return [
+        Piece(whole.sample, range(row, min(whole.rows.stop, row + rows)))
+        for whole in pieces
+        for row in range(whole.rows.start, whole.rows.stop, rows)
+    ]
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rates: Sequence[float], progress: float) -> None:
+    """Set the steps' size: a half cosine from the first to nothing."""
+    factor = 0.5 * (1 + math.cos(math.pi * progress))
+    for parameters, rate in zip(optimizer.param_groups, rates, strict=True):
+        parameters["lr"] = rate * factor
+
+
+def _typical(parameter: Tensor, mask: Tensor | None) -> float:
+    kept = parameter.numel() if mask is None else int(mask.sum())
+    return math.sqrt(float(parameter.detach().double().square().sum()) / max(1, kept))
+
+
+def _joined(pieces: Sequence[Piece], rows: int) -> list[list[Piece]]:
+    """Join pieces to steps of about `rows` rows."""
+    steps: list[list[Piece]] = [[]]
+    for piece in pieces:
+        if sum(len(p.rows) for p in steps[-1]) >= rows:
+            steps.append([])
+        steps[-1].append(piece)
+    return [step for step in steps if step]

@@ -1,0 +1,139 @@
+"""Refit the whole network by its outputs, at any size: the last step after the blocks.
+
+Blocks are refitted one by one, each toward its own dense output. Here all kept weights, biases and
+norm gains move together toward the network's output. For Hugging Face outputs with `logits` the
+distance is the Kullback–Leibler divergence from the dense network's answer probabilities. For all
+others it is the squared distance, relative to the dense output. It needs no labels.
+
+Dense outputs are computed again in every step: those of a language model would not fit into memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lobs._system.distributed import process_group
+from lobs.calibration.blocks import cast, rows_of
+from lobs.calibration.forward import batch_size, call, evaluating, main_output
+from lobs.layers import Layer
+from lobs.pruning.refit.descent import Piece, Schedule, cut, descend, free_parameters
+from lobs.pruning.refit.joint import JointRefit
+from lobs.pruning.refit.split import KEPT_BACK
+
+_SCHEDULE = Schedule(epochs=2, steps=32, rate=0.003)
+
+
+def refit_outputs(
+    model: nn.Module,
+    dense: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[Layer],
+    masks: Mapping[str, Tensor],
+) -> JointRefit:
+    """Refit the kept weights of a network in place; zeros and unpruned layers stay.
+
+    Args:
+        model: the pruned network.
+        dense: the network as it was given.
+        batches: the calibration data.
+        layers: the pruned network's layers.
+        masks: True where a weight is kept, by parameter name.
+    """
+    work = copy.deepcopy(model).to(torch.float32)
+    free = free_parameters(work, layers, masks)
+    with evaluating(dense), evaluating(work):
+        distance = _OutputDistance(work, dense, list(batches))
+        if not process_group().sum_numbers(float(len(distance.held)))[0]:
+            return JointRefit(reason="no sample could be held out")
+        found = descend(work, free, distance, _SCHEDULE, "refit of the network")
+    own = dict(model.named_parameters())
+    for name, value in (found.weights or {}).items():
+        own[name].data.copy_(value)
+    return JointRefit(
+        found.epochs, found.before, found.after, found.held_out, measure=distance.measure
+    )
+
+
+class _OutputDistance:
+    """The distance of a network's output from the dense one's."""
+
+    def __init__(self, work: nn.Module, dense: nn.Module, batches: Sequence[Any]) -> None:
+        self.dense, self.batches = dense, batches
+        self.measure = self._measure()
+        group, counts = process_group(), [batch_size(batch) for batch in batches]
+        numbers = group.all_gather(len(batches))
+        first, many = sum(numbers[: group.rank]), sum(numbers) >= KEPT_BACK
+        whole = [Piece(i, range(n)) for i, n in enumerate(counts)]
+        alone = bool(whole) and counts[0] > 1 and self._separable(work, whole[0])
+        together = not all(group.all_gather(alone or not whole or counts[0] == 1))
+        fit, held = list[Piece](), list[Piece]()
+        for number, (piece, n) in enumerate(zip(whole, counts, strict=True), start=first):
+            edge = n if together or n < KEPT_BACK else n - n // KEPT_BACK
+            if many:
+                edge = 0 if number % KEPT_BACK == KEPT_BACK - 1 else n
+            fit += [Piece(piece.sample, range(edge))] if edge else []
+            held += [Piece(piece.sample, range(edge, n))] if edge < n else []
+        (total,) = group.sum_numbers(float(sum(len(piece.rows) for piece in fit)))
+        self.rows = max(1, math.floor(total / _SCHEDULE.steps / group.size))
+        self.fit: Sequence[Piece] = fit if together else cut(fit, self.rows)
+        self.held: Sequence[Piece] = held if together else cut(held, self.rows)
+
+    def loss(self, work: nn.Module, piece: Piece) -> Tensor:
+        """See `Objective`."""
+        far, _ = self._far(work, piece)
+        return far
+
+    @torch.no_grad()
+    def distance(self, work: nn.Module) -> float:
+        """See `Objective`."""
+        pairs = [self._far(work, piece) for piece in self.held]
+        far, size = process_group().sum_numbers(
+            sum(float(a) for a, _ in pairs), sum(b for _, b in pairs)
+        )
+        return far / size if size else 0.0
+
+    def _far(self, work: nn.Module, piece: Piece) -> tuple[Tensor, float]:
+        """Return the summed distance on a piece, and what it is relative to."""
+        batch = self.batches[piece.sample]
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        batch = rows_of(plain, slice(piece.rows.start, piece.rows.stop), batch_size(batch))
+        with torch.no_grad():
+            wanted = _output(call(self.dense, batch))
+        out = _output(call(work, cast(batch, torch.float32)))
+        if self.measure == _KL:
+            wanted, out = wanted.log_softmax(dim=-1), out.log_softmax(dim=-1)
+            far = nn.functional.kl_div(out, wanted, log_target=True, reduction="sum")
+            return far, float(wanted.numel() / wanted.shape[-1])
+        return (out - wanted).square().sum(), float(wanted.square().sum())
+
+    @torch.no_grad()
+    def _measure(self) -> str:
+        own = [hasattr(call(self.dense, batch), "logits") for batch in self.batches[:1]]
+        found = process_group().all_gather(own)
+        return _KL if all(x for some in found for x in some) else _SQUARED
+
+    @torch.no_grad()
+    def _separable(self, work: nn.Module, whole: Piece) -> bool:
+        """Return whether the network gives for single rows what it gives for them in a batch."""
+        try:
+            parts = [self._far(work, Piece(0, range(row, row + 1))) for row in whole.rows]
+            far, _ = self._far(work, whole)
+        except Exception:  # the user's network may refuse a single row in any way
+            return False
+        return math.isclose(sum(float(a) for a, _ in parts), float(far), rel_tol=1e-3)
+
+
+_KL = "mean KL divergence"
+_SQUARED = "relative squared deviation"
+
+
+def _output(answer: Any) -> Tensor:
+    out = main_output(answer)
+    assert out is not None  # calibration has refused such a network
+    return out.to(torch.float32)
