@@ -98,10 +98,10 @@ def test_the_report_of_a_block_is_measured_on_held_out_samples(monkeypatch):
 
 def test_a_refit_that_does_not_help_on_held_out_samples_changes_nothing(monkeypatch):
     monkeypatch.setattr(
-        "lobs.pruning.refit.blocks._SCHEDULE", Schedule(4, 32, 50.0)
+        "lobs.pruning.refit.blocks.SCHEDULE", Schedule(4, 32, 50.0)
     )  # every step overshoots
     cut = pruned(tower())
-    monkeypatch.setattr("lobs.pruning.refit.blocks._SCHEDULE", Schedule(0, 32, 0.03))
+    monkeypatch.setattr("lobs.pruning.refit.blocks.SCHEDULE", Schedule(0, 32, 0.03))
     still = pruned(tower())
     for a, b in zip(cut.model.parameters(), still.model.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -184,7 +184,7 @@ def divergence(model, dense):
 
 def test_a_large_network_is_refitted_by_its_outputs_after_its_blocks(monkeypatch):
     monkeypatch.setattr("lobs.pruning.session.WORK", 1.0)
-    monkeypatch.setattr("lobs.pruning.refit.whole._SCHEDULE", Schedule(4, 32, 0.01))
+    monkeypatch.setattr("lobs.pruning.refit.whole.SCHEDULE", Schedule(4, 32, 0.01))
     for kind, distance, word in ((Tower, far, "squared"), (Speaks, divergence, "KL")):
         torch.manual_seed(0)
         dense = kind().eval()

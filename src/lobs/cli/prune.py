@@ -84,8 +84,8 @@ RoundsOption = Annotated[
 RefitOption = Annotated[
     str | None,
     typer.Option(
-        help="layers, or network: refit all kept weights jointly at the end. Small networks get "
-        "network by default.",
+        help="layers; blocks: refit the kept weights of each block together; network: refit all "
+        "of them at the end too. Default: network for small networks, blocks for larger ones.",
         metavar="KIND",
         rich_help_panel=EXPERT,
     ),

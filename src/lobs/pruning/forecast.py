@@ -13,13 +13,16 @@ from lobs._system import context, memory
 from lobs._system.distributed import process_group
 from lobs._system.memory import spelled
 from lobs.calibration.batch_norm import find_norms
+from lobs.calibration.blocks import candidates
 from lobs.calibration.on_demand import moment_bytes, passes
 from lobs.errors import LobsError
 from lobs.layers import Layer
 from lobs.pruning.probe import Probe, probed
+from lobs.pruning.refit.blocks import SCHEDULE as BLOCKS
 from lobs.pruning.refit.gauss_newton import PASSES
-from lobs.pruning.refit.joint import Refit, effort
+from lobs.pruning.refit.joint import WORK, Refit, affordable, effort
 from lobs.pruning.refit.split import SMALL
+from lobs.pruning.refit.whole import SCHEDULE as WHOLE
 from lobs.solvers.auto import bytes_of, seconds_of
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.problem import Solver
@@ -270,13 +273,30 @@ def _stages(
     )
     walk = 2 * forward + probe.paired if load.sequential else 0.0
     yield Stage("prune", 2 * load.runs if walk else 0, load.runs * (walk + solving))
-    if load.refit in (None, "network") and (probe.batches > 1 or probe.samples >= SMALL):
-        yield from _refitting(probe, layers, load)
+    if load.refit != "layers" and (probe.batches > 1 or probe.samples >= SMALL):
+        small = affordable(probe.madds, probe.samples, WORK)
+        if (load.refit == "blocks" or not small) and candidates(model):
+            yield from _refitting_blocks(load, forward)
+        else:
+            yield from _refitting(probe, layers, load)
     if load.batch_norm and find_norms(model):
         # Both networks, the pruned one with new statistics, then both with these.
         yield Stage("batch norm", 5 * load.runs, 5 * load.runs * forward)
     else:
         yield Stage("measure", 2, 2 * forward)
+
+
+def _refitting_blocks(load: Workload, forward: float) -> Iterator[Stage]:
+    """Predict the refit of blocks, and of the whole network after them.
+
+    A step is a forward and a backward pass. That of the whole network runs the dense one, too.
+    """
+    runs = 1 if load.looks is None else load.runs
+    passes = runs * BLOCKS.epochs
+    yield Stage("refit blocks", passes, 3 * passes * forward)
+    if load.refit == "network":
+        passes = runs * WHOLE.epochs
+        yield Stage("refit network", passes, 4 * passes * forward)
 
 
 def _refitting(probe: Probe, layers: Sequence[Layer], load: Workload) -> Iterator[Stage]:

@@ -17,6 +17,7 @@ from lobs.calibration.blocks.base import Block, LayerPair, layers_of, loaded
 from lobs.calibration.blocks.repeated import (
     Repeated,
     Sample,
+    candidates,
     cast,
     flowing,
     repeated_blocks,
@@ -31,6 +32,7 @@ __all__ = [
     "LayerPair",
     "Repeated",
     "Sample",
+    "candidates",
     "cast",
     "flowing",
     "in_blocks",

@@ -299,7 +299,7 @@ def flowing(out: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
-def _candidates(model: nn.Module) -> list[str]:
+def candidates(model: nn.Module) -> list[str]:
     """Return the innermost children of module lists that hold two layers or more."""
     found = []
     for name, module in model.named_modules():
@@ -323,7 +323,7 @@ class _Call:
 
 def _look(model: nn.Module, batch: Any, layers: Sequence[Layer]) -> list[Any]:
     """Run a network once; return its rows as (blocks, uniform, layers outside), or nothing."""
-    names = _candidates(model)
+    names = candidates(model)
     inside = {n: any(n.startswith(f"{block}.") for block in names) for n in _all_names(layers)}
     if not names or any(len({inside[n] for n in layer.names}) > 1 for layer in layers):
         return []

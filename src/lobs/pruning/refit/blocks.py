@@ -25,7 +25,7 @@ from lobs.layers import Layer
 from lobs.pruning.refit.descent import Free, Piece, Schedule, cut, descend, free_parameters
 from lobs.pruning.refit.joint import JointRefit
 
-_SCHEDULE = Schedule(epochs=4, steps=32, rate=0.03)
+SCHEDULE = Schedule(epochs=4, steps=32, rate=0.03)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
 _FEWEST_ROWS = 4  # of one step, where there are more
 
@@ -101,7 +101,7 @@ def refit_block(
     distance = _BlockDistance(work, block.samples(), free)
     if not free or not process_group().sum_numbers(float(len(distance.held)))[0]:
         return BlockRefit(block.name, reason="no sample could be held out")
-    found = descend(work, free, distance, _SCHEDULE, f"refit of {block.name}")
+    found = descend(work, free, distance, SCHEDULE, f"blocks of {block.name}")
     if found.before == 0:
         return BlockRefit(block.name, reason="its output is right already")
     own = dict(block.module.named_parameters())
@@ -127,7 +127,9 @@ class _BlockDistance:
         self._scale = (
             1 / max(energies[0] / loaded(samples[0].wanted).numel(), 1e-30) if samples else 1.0
         )
-        self.rows = max(1, math.floor(_rows_of_a_step(samples, free, total) / group.size))
+        even, enough = total / SCHEDULE.steps, _enough_rows(samples, free)
+        self.rows = max(1, math.floor(min(even, enough) / group.size))
+        self.steps = SCHEDULE.steps if enough < even else None
         pieces = [Piece(i, range(n)) for i, n in enumerate(counts)]
         alone = bool(samples) and counts[0] > 1 and self._separable(work, pieces[0])
         if all(group.all_gather(alone or not samples or counts[0] == 1)):
@@ -167,10 +169,9 @@ class _BlockDistance:
         return math.isclose(alone, float(self._squared(work, whole)), rel_tol=1e-3)
 
 
-def _rows_of_a_step(samples: Sequence[Sample], free: Free, total: float) -> float:
-    """Return the rows of one step, in all processes."""
+def _enough_rows(samples: Sequence[Sample], free: Free) -> float:
+    """Return how many rows one step needs, in all processes."""
     weights = sum(p.numel() if mask is None else int(mask.sum()) for _, p, mask in free)
     outputs = loaded(samples[0].wanted)[0].numel() if samples else 0
     most: int = max(process_group().all_gather(outputs))
-    enough = max(_FEWEST_ROWS, math.ceil(_OUTPUTS_PER_WEIGHT * weights / max(1, most)))
-    return min(enough, total / _SCHEDULE.steps)
+    return max(_FEWEST_ROWS, math.ceil(_OUTPUTS_PER_WEIGHT * weights / max(1, most)))

@@ -26,7 +26,7 @@ class Schedule:
 
     Args:
         epochs: number of epochs; the held-out distance is measured after each.
-        steps: steps of an epoch.
+        steps: steps of an epoch, about.
         rate: first step, relative to the root mean square of a tensor's survivors. A half cosine
             leads from there to zero.
         betas: decay rates of Adam's averages.
@@ -52,6 +52,7 @@ class Objective(Protocol):
     fit: Sequence[Piece]
     held: Sequence[Piece]
     rows: int  # of this process in one step
+    steps: int | None  # of an epoch; None: until all pieces have been seen
 
     def loss(self, work: nn.Module, piece: Piece) -> Tensor:
         """Return the distance, summed over a piece, in units of any size that all pieces share."""
@@ -140,7 +141,7 @@ def _adam(work: nn.Module, free: Free, objective: Objective, schedule: Schedule)
     fit, done = objective.fit, 0
     for epoch in range(schedule.epochs):
         order = [fit[i] for i in torch.randperm(len(fit), generator=generator)]
-        steps = _joined(order, objective.rows)[: schedule.steps]
+        steps = _joined(order, objective.rows)[: objective.steps]
         number = max(group.all_gather(len(steps)))
         for index in range(number):
             _set_rate(optimizer, rates, done / (schedule.epochs * number))

@@ -26,7 +26,7 @@ from lobs.pruning.refit.descent import Piece, Schedule, cut, descend, free_param
 from lobs.pruning.refit.joint import JointRefit
 from lobs.pruning.refit.split import KEPT_BACK
 
-_SCHEDULE = Schedule(epochs=2, steps=32, rate=0.003)
+SCHEDULE = Schedule(epochs=2, steps=32, rate=0.003)
 
 
 def refit_outputs(
@@ -51,7 +51,7 @@ def refit_outputs(
         distance = _OutputDistance(work, dense, list(batches))
         if not process_group().sum_numbers(float(len(distance.held)))[0]:
             return JointRefit(reason="no sample could be held out")
-        found = descend(work, free, distance, _SCHEDULE, "refit of the network")
+        found = descend(work, free, distance, SCHEDULE, "refit")
     own = dict(model.named_parameters())
     for name, value in (found.weights or {}).items():
         own[name].data.copy_(value)
@@ -80,7 +80,8 @@ class _OutputDistance:
             fit += [Piece(piece.sample, range(edge))] if edge else []
             held += [Piece(piece.sample, range(edge, n))] if edge < n else []
         (total,) = group.sum_numbers(float(sum(len(piece.rows) for piece in fit)))
-        self.rows = max(1, math.floor(total / _SCHEDULE.steps / group.size))
+        self.rows = max(1, math.floor(total / SCHEDULE.steps / group.size))
+        self.steps: int | None = None
         self.fit: Sequence[Piece] = fit if together else cut(fit, self.rows)
         self.held: Sequence[Piece] = held if together else cut(held, self.rows)
 
