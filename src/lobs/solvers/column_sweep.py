@@ -2,9 +2,10 @@
 
 One factor U of Ψ⁻¹ serves all rows. Its j-th row tells how the columns after j compensate for the
 loss of column j (the idea of SparseGPT, Frantar and Alistarh 2023). A block of columns at a time
-loses its cheapest weights. Then one product updates the rest of the matrix. The pass never goes
-back, so its weights are not optimal on their support. Least squares gives those, or a few steps of
-conjugate gradients on layers too wide for that.
+loses its cheapest weights. Then one product updates the rest of the matrix. Under an N:M pattern
+every group chooses its weights when the pass reaches it. The pass never goes back, so its weights
+are not optimal on their support. Least squares gives those, or a few steps of conjugate gradients
+on layers too wide for that.
 
 Time is 4d³/3 for the factor and (1 + `steps`)·rows·d² multiply-adds. Memory is one d×d matrix, in
 place of Ψ where both do not fit, and a strip of rows.
@@ -12,7 +13,8 @@ place of Ψ where both do not fit, and a strip of rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +23,15 @@ from lobs._system.progress import track
 from lobs.errors import SolverError
 from lobs.solvers import linalg
 from lobs.solvers.costs import COSTS, ProblemShape
+from lobs.solvers.kernels import Quota
 from lobs.solvers.least_squares import approach_least_squares, on_support, sweep_dtype
 from lobs.solvers.masks import choose_count
 from lobs.solvers.metric import Metric
+from lobs.solvers.patterns.nbym import steadied
+from lobs.solvers.patterns.nbym_admm import Keeper
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, finish
-from lobs.targets import Target
+from lobs.targets import NByM, Target
 
 _STRIP = 2**23  # entries of the rows that pass through the columns together
 
@@ -67,6 +72,10 @@ class ColumnSweep:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Return the solution."""
+        if isinstance(target, NByM):
+            problem = steadied(problem)
+            found = self._solve(problem, _ByGroup(target, problem.positions))
+            return replace(found, status=f"ok ({target} by columns)")
         count = choose_count(
             problem,
             target,
@@ -77,12 +86,15 @@ class ColumnSweep:
 
     def at(self, problem: Problem, count: int) -> Solution:
         """Return the solution with exactly `count` weights removed."""
+        return self._solve(problem, _ByCount(count, problem.prunable, self.block))
+
+    def _solve(self, problem: Problem, choice: _Choice) -> Solution:
+        """Return the solution whose support `choice` makes."""
         shape = (len(problem.metrics), *problem.weight.shape[-2:])
         out = torch.empty(shape, dtype=problem.weight.dtype, device=problem.weight.device)
         mask = torch.ones(shape, dtype=torch.bool, device=out.device)
-        quota = _Quota(count, problem.prunable)
         for g in range(len(problem.metrics)):
-            self._group(problem, g, quota, mask[g], out[g])
+            self._group(problem, g, choice, mask[g], out[g])
         mask, out = mask.view(problem.weight.shape), out.view(problem.weight.shape)
         if problem.ridge:  # too large for least squares in float64
             return finish(problem, out, mask, damping=max(m.damping for m in problem.metrics))
@@ -91,7 +103,7 @@ class ColumnSweep:
         )
         return on_support(problem, mask, near)
 
-    def _group(self, problem: Problem, g: int, quota: _Quota, mask: Tensor, out: Tensor) -> None:
+    def _group(self, problem: Problem, g: int, choice: _Choice, mask: Tensor, out: Tensor) -> None:
         """Solve group `g` into `mask` and `out`."""
         metric, weight = problem.metrics[g], problem.groups[g][0]
         importance, free = problem.importance[g], weight.shape[-1] - problem.protected
@@ -104,7 +116,7 @@ class ColumnSweep:
             factor = linalg.upper_factor_of_inverse(fresh(), self.ridge)
             for rows in strips:
                 v = metric.scaled(weight[rows]).to(gram)
-                self._pass(v, factor, importance[rows].to(v), free, quota, mask[rows])
+                self._pass(v, factor, importance[rows].to(v), free, choice, mask[rows])
                 out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
                 advance(1)
             del factor
@@ -123,40 +135,86 @@ class ColumnSweep:
             out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
 
     def _pass(
-        self, v: Tensor, factor: Tensor, importance: Tensor, free: int, quota: _Quota, mask: Tensor
+        self,
+        v: Tensor,
+        factor: Tensor,
+        importance: Tensor,
+        free: int,
+        choice: _Choice,
+        mask: Tensor,
     ) -> None:
         """Take a strip of rows, in equilibrated units, through all columns, in place."""
-        pivot = factor.diagonal()
-        for left in range(0, free, self.block):
-            right = min(free, left + self.block)
-            cost = (v[:, left:right] / pivot[left:right]).square() * importance.unsqueeze(1)
-            gone = cost.flatten().argsort(stable=True)[: quota.take(cost.numel())]
-            kept = torch.ones_like(cost, dtype=torch.bool).flatten()
-            mask[:, left:right] = kept.index_fill_(0, gone, False).view_as(cost)
-            owed = torch.zeros_like(cost)
+        pivot, step = factor.diagonal(), choice.step
+        block = max(step, self.block // step * step)  # whole steps
+        for left in range(0, free, block):
+            right = min(free, left + block)
             here = v[:, left:right]  # a view of v
+            owed = torch.zeros_like(here)
             for j in range(right - left):
+                if j % step == 0:
+                    end = min(right, left + j + step)
+                    cost = (v[:, left + j : end] / pivot[left + j : end]).square()
+                    mask[:, left + j : end] = choice.kept(cost * importance.unsqueeze(1))
                 owed[:, j] = torch.where(mask[:, left + j], 0.0, here[:, j] / pivot[left + j])
                 here[:, j:] -= owed[:, j, None] * factor[left + j, left + j : right]
             v[:, right:] -= owed @ factor[left:right, right:]
         v.masked_fill_(~mask, 0.0)
 
 
+class _Choice(Protocol):
+    """Choose what stays of the next `step` columns, by what each weight's loss costs."""
+
+    @property
+    def step(self) -> int: ...
+
+    def kept(self, cost: Tensor) -> Tensor: ...
+
+
 @dataclass
-class _Quota:
+class _ByCount:
     """`count` removals of `total` weights, dealt in proportion and exact in sum."""
 
     count: int
     total: int
+    step: int
     seen: int = 0
     taken: int = 0
 
-    def take(self, size: int) -> int:
+    def kept(self, cost: Tensor) -> Tensor:
+        """Return False at the cheapest of the next weights."""
+        gone = cost.flatten().argsort(stable=True)[: self._take(cost.numel())]
+        kept = torch.ones_like(cost, dtype=torch.bool).flatten()
+        return kept.index_fill_(0, gone, False).view_as(cost)
+
+    def _take(self, size: int) -> int:
         """Return how many of the next `size` weights go."""
         self.seen += size
         now = self.count * self.seen // max(1, self.total) - self.taken
         self.taken += now
         return now
+
+
+@dataclass
+class _ByGroup:
+    """The share of every group of an N:M pattern; a step is the fewest columns of whole groups."""
+
+    target: NByM
+    positions: int
+    keepers: dict[int, Keeper] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Return the columns of a step."""
+        return self.target.m * (1 if self.target.along == "columns" else self.positions)
+
+    def kept(self, cost: Tensor) -> Tensor:
+        """Return True at the dearest weights of every group."""
+        width = cost.shape[1]
+        if width not in self.keepers:
+            group = torch.tensor(self.target.groups(width, self.positions))
+            allowed = [self.target.quota(int(size)) for size in group.bincount()]
+            self.keepers[width] = Keeper(Quota(group, torch.tensor(allowed)), cost.device)
+        return self.keepers[width](cost)
 
 
 def _strips(weight: Tensor) -> list[slice]:

@@ -56,7 +56,7 @@ def solve_nbym(
         method: "greedy" or "admm" for that start alone, "auto" for both where both are affordable.
         swaps: improve the mask by swaps within groups.
     """
-    problem = _steadied(problem)
+    problem = steadied(problem)
     quota = quota_of(problem, target)
     rows, d = problem.weight.shape[-2:]
     greedy = method == "greedy" or (method == "auto" and rows * d**3 <= _GREEDY_UP_TO)
@@ -98,7 +98,7 @@ def _swapped(
     return swap_within_groups(gram, scaled, mask, quota.group, backend=backend)
 
 
-def _steadied(problem: Problem) -> Problem:
+def steadied(problem: Problem) -> Problem:
     """Damp a problem with nearly dead inputs, unless the caller chose the damping.
 
     Every group keeps its share, even where all its inputs are nearly dead. Least squares would fit
