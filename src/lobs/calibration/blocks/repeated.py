@@ -114,7 +114,7 @@ class Sample:
 class Repeated(Block):
     """One block of a row."""
 
-    def __init__(self, row: _Streams, name: str, layers: Sequence[LayerPair]) -> None:
+    def __init__(self, row: Streams, name: str, layers: Sequence[LayerPair]) -> None:
         super().__init__(layers, name)
         self.row, self._dense_done = row, False
         self.holds_out = row.hold_out
@@ -122,7 +122,7 @@ class Repeated(Block):
     @property
     def module(self) -> nn.Module:
         """Return the block of the pruned network."""
-        return self.row.models[1].get_submodule(self.name)
+        return self.row.module(1, self.name)
 
     def both(self, *, held_out: bool = False) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""
@@ -157,7 +157,7 @@ class Repeated(Block):
 
 
 @dataclass
-class _Streams:
+class Streams:
     """The activations of both networks at the present boundary of a row."""
 
     models: tuple[nn.Module, nn.Module]
@@ -179,7 +179,7 @@ class _Streams:
         many, first = sum(counts) >= KEPT_BACK, sum(counts[: process_group().rank])
         for number, batch in enumerate(self.batches, start=first):
             for side, model in enumerate(self.models):
-                x, others = _captured(model, batch, self.row)
+                x, others = captured(model, batch, self.row)
                 parts = [slice(0, len(x))]
                 if self.hold_out and not many and len(x) >= KEPT_BACK:
                     edge = len(x) - len(x) // KEPT_BACK
@@ -194,13 +194,17 @@ class _Streams:
             last = many and number % KEPT_BACK == KEPT_BACK - 1
             self.held_out += [False, True] if len(parts) > 1 else [self.hold_out and last]
 
+    def module(self, side: int, name: str) -> nn.Module:
+        """Return a block of one network."""
+        return self.models[side].get_submodule(name)
+
     def run(self, side: int, name: str, index: int) -> Any:
         """Run one block of one network on one batch."""
         # A block may work in place, and its input is needed again.
         x = loaded(self.values[side][index])
         x = x.clone() if x is self.values[side][index] else x
         with user_code(f"running block '{name}'"):
-            return self.arguments[side][index][name].run(self.models[side].get_submodule(name), x)
+            return self.arguments[side][index][name].run(self.module(side, name), x)
 
     def advance(self, side: int, name: str) -> None:
         """Replace a network's activations before a block by those after it."""
@@ -251,7 +255,7 @@ def repeated_blocks(
         if not blocks:
             made.append(Rerun(dense, pruned, batches, [pairs[name] for name in names]))
             continue
-        streams = _Streams((dense, pruned), batches, Row(blocks, uniform), hold_out)
+        streams = Streams((dense, pruned), batches, Row(blocks, uniform), hold_out)
         made += [
             Repeated(streams, block, [pairs[n] for n in pairs if n.startswith(f"{block}.")])
             for block in blocks
@@ -271,12 +275,13 @@ def _candidates(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             prefix = f"{name}." if name else ""
-            inside = [prefix + child for child, part in module.named_children() if _several(part)]
+            inside = [prefix + child for child, part in module.named_children() if has_layers(part)]
             found += inside if len(inside) > 1 else []
     return [a for a in found if not any(b.startswith(f"{a}.") for b in found)]
 
 
-def _several(module: nn.Module) -> bool:
+def has_layers(module: nn.Module) -> bool:
+    """Return whether a module holds two layers or more."""
     return sum(map(is_plain_layer, module.modules())) > 1
 
 
@@ -401,7 +406,7 @@ def _steady(model: nn.Module, batch: Any, names: Sequence[str], calls: Sequence[
     )
 
 
-def _captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str, Arguments]]:
+def captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str, Arguments]]:
     """Run a network up to a row of blocks; return its input and the blocks' other arguments."""
     start: list[Tensor] = []
     found: dict[str, Arguments] = {}
