@@ -130,27 +130,14 @@ def prune_folder(
     skeleton = Skeleton(model, shards)
     layers, dense = _chosen(skeleton, asked, options)
     target_folder, store_folder = output_folder(shards.folder, out, asked.execution.resume)
-    execution = asked.execution
     largest = max(bytes_of(skeleton.model.get_submodule(name)) for name in skeleton.blocks)
     with (
         warning_once(),
-        limited(execution.memory_bytes, 2 * largest),
-        shown(progress, steps=["prune"], layers={n: _cost(layer) for n, layer in layers.items()}),
-        recorded_run(execution.log) as log,
+        limited(asked.execution.memory_bytes, 2 * largest),
+        shown(progress, steps=["prune"], layers={x.name: _cost(x) for x in layers}),
+        recorded_run(asked.execution.log) as log,
     ):
-        need = Need.of(skeleton, list(layers.values()), asked)
-        need.check()
-        blocks = FolderBlocks(skeleton, data, hold_out=asked.refit == "blocks")
-        with evaluating(skeleton.model), phase("look"):
-            need.check(blocks.look())
-        identity = _identity(skeleton, data, asked, list(layers), target_folder)
-        with open_run_store(store_folder, identity) as store, evaluating(skeleton.model):
-            walk = Walk(asked, blocks, list(layers), target_folder, store, need.reserved)
-            walk.run()
-            walk.complete()
-        if execution.resume is None:
-            shutil.rmtree(store_folder, ignore_errors=True)
-        phases = log.seconds
+        walk = _walked(skeleton, data, asked, layers, target_folder, store_folder)
     return FolderResult(
         out=target_folder,
         layers=tuple(walk.rows),
@@ -159,9 +146,35 @@ def prune_folder(
         found=walk.found,
         settings={"target": repr(asked.target), "solver": repr(asked.solver), "refit": asked.refit},
         seconds=time.perf_counter() - began,
-        phases=phases,
+        phases=log.seconds,
         peak_bytes=peak_bytes(),
     )
+
+
+def _walked(
+    skeleton: Skeleton,
+    data: Batches,
+    asked: FolderOptions,
+    layers: list[Layer],
+    out: Path,
+    store_folder: Path,
+) -> Walk:
+    """Check memory and blocks, then prune all blocks and complete the output folder."""
+    need = Need.of(skeleton, layers, asked)
+    need.check()
+    blocks = FolderBlocks(skeleton, data, hold_out=asked.refit == "blocks")
+    with evaluating(skeleton.model):
+        with phase("look"):
+            need.check(blocks.look())
+        identity = _identity(skeleton, data, asked, layers, out)
+        with open_run_store(store_folder, identity) as store:
+            names = [layer.name for layer in layers]
+            walk = Walk(asked, blocks, names, out, store, need.reserved)
+            walk.run()
+            walk.complete()
+    if asked.execution.resume is None:
+        shutil.rmtree(store_folder, ignore_errors=True)
+    return walk
 
 
 def _asked(
@@ -200,7 +213,7 @@ def _asked(
 
 def _chosen(
     skeleton: Skeleton, asked: FolderOptions, given: PruneOptions
-) -> tuple[dict[str, Layer], list[str]]:
+) -> tuple[list[Layer], list[str]]:
     """Return the layers to prune, which lie in the blocks, and the names of all others."""
     every = [layer.name for layer in choose_layers(skeleton.model)]
     every += uncovered_weights(skeleton.model)  # such as embeddings
@@ -213,8 +226,9 @@ def _chosen(
             f"name layers in '{skeleton.blocks[0]}' and the like."
         )
     feasibility.check(asked.target, skeleton.model, inside, asked.numerics.prune_bias)
-    chosen = {x.name: x for x in inside if for_layer(asked.target, x.name) is not None}
-    return chosen, [name for name in every if name not in chosen]
+    chosen = [layer for layer in inside if for_layer(asked.target, layer.name) is not None]
+    names = {layer.name for layer in chosen}
+    return chosen, [name for name in every if name not in names]
 
 
 def _cost(layer: Layer) -> float:
@@ -222,13 +236,13 @@ def _cost(layer: Layer) -> float:
 
 
 def _identity(
-    skeleton: Skeleton, data: Batches, asked: FolderOptions, layers: list[str], out: Path
+    skeleton: Skeleton, data: Batches, asked: FolderOptions, layers: list[Layer], out: Path
 ) -> dict[str, str]:
     """Return what makes two calls the same run."""
     settings: dict[str, Any] = {
         "target": asked.target,
         "solver": asked.solver,
-        "layers": layers,
+        "layers": [layer.name for layer in layers],
         "refit": asked.refit,
         "numerics": asked.numerics,
     }

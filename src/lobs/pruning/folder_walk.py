@@ -60,7 +60,7 @@ class Need:
 
     @classmethod
     def of(cls, skeleton: Skeleton, layers: Sequence[Layer], asked: FolderOptions) -> Need:
-        """Return what shapes alone tell."""
+        """Return the need that follows from shapes alone."""
         modules = [skeleton.model.get_submodule(name) for name in skeleton.blocks]
         damped = asked.numerics.damping is not None
         needs = {
@@ -92,11 +92,12 @@ class Need:
             return
         needed = self.resident + activations + max(self.reserved, self.outside)
         if needed > _SLACK * limit:
+            batch = f", a batch {spelled(activations)}" if activations else ""
             raise LobsError(
                 f"memory={spelled(limit)} is not enough: {spelled(self.resident)} is in use, two "
                 f"blocks take {spelled(self.blocks)}, layer '{self.widest}' {spelled(self.layer)}, "
-                f"tensors outside the blocks {spelled(self.outside)} and a batch "
-                f"{spelled(activations)}. Allow {spelled(_MARGIN * needed)}."
+                f"tensors outside the blocks up to {spelled(self.outside)}{batch}. Allow "
+                f"{spelled(_MARGIN * needed)}."
             )
 
 
