@@ -337,6 +337,8 @@ def test_what_cannot_be_done_is_one_line(tmp_path):
     refused(lambda: pruned(tmp_path, lambda: Decoder().half()), "float32", "float16")
     refused(lambda: pruned(tmp_path, out=tmp_path / "big"), "the source itself")
     refused(lambda: pruned(tmp_path, execution=Execution(memory="9MB")), "not enough", "Allow")
+    same = Execution(resume=tmp_path / "small")
+    refused(lambda: pruned(tmp_path, execution=same), "the output folder: leave resume out")
 
 
 def test_shared_blocks_are_refused(tmp_path):

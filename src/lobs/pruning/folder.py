@@ -165,7 +165,7 @@ def _walked(
     blocks = FolderBlocks(skeleton, data, hold_out=asked.refit == "blocks")
     with evaluating(skeleton.model):
         with phase("look"):
-            need.check(blocks.look())
+            need.check(blocks.look(), skeleton.loaded)
         identity = _identity(skeleton, data, asked, layers, out)
         with open_run_store(store_folder, identity) as store:
             names = [layer.name for layer in layers]

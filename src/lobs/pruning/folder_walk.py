@@ -56,7 +56,7 @@ class Need:
     blocks: int  # two blocks
     layer: int  # the widest layer's matrices, or a block's refit
     widest: str
-    outside: int  # what is read to reach the first block
+    outside: int  # twice the largest tensor outside the blocks, which is read and written
 
     @classmethod
     def of(cls, skeleton: Skeleton, layers: Sequence[Layer], asked: FolderOptions) -> Need:
@@ -81,22 +81,24 @@ class Need:
         """Bytes for the work on a block."""
         return self.blocks + self.layer
 
-    def check(self, activations: int = 0) -> None:
+    def check(self, activations: int = 0, loaded: int = 0) -> None:
         """Refuse a limit that is too small.
 
         Args:
             activations: bytes of one batch's activations, once they are known.
+            loaded: bytes that were read to reach the first block, once they are known.
         """
         limit = memory.limit()
         if limit is None:
             return
-        needed = self.resident + activations + max(self.reserved, self.outside)
+        outside = max(self.outside, loaded + self.outside // 2)
+        needed = self.resident + activations + max(self.reserved, outside)
         if needed > _SLACK * limit:
             batch = f", a batch {spelled(activations)}" if activations else ""
             raise LobsError(
                 f"memory={spelled(limit)} is not enough: {spelled(self.resident)} is in use, two "
                 f"blocks take {spelled(self.blocks)}, layer '{self.widest}' {spelled(self.layer)}, "
-                f"tensors outside the blocks up to {spelled(self.outside)}{batch}. Allow "
+                f"tensors outside the blocks up to {spelled(outside)}{batch}. Allow "
                 f"{spelled(_MARGIN * needed)}."
             )
 

@@ -104,6 +104,8 @@ class Shards:
                 f"'{name}' is {_sides(entry.shape)} in '{entry.file}' and {_sides(like.shape)} in "
                 "the model. Build the model from the folder's own settings."
             )
+        if entry.dtype is None:
+            raise FileError(f"'{name}' in '{entry.file}' has a type that lobs does not read.")
         if entry.dtype != like.dtype:
             raise FileError(
                 f"'{name}' is {_typed(entry.dtype)} in '{entry.file}' and {_typed(like.dtype)} in "
@@ -140,7 +142,10 @@ def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a shard atomically."""
     with atomic_write(path) as partial:
         plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        save_file(plain, str(partial), metadata={"format": "pt"})
+        try:
+            save_file(plain, str(partial), metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise FileError(f"cannot write '{path}': {error}.") from error
 
 
 def write_index(folder: Path, places: Mapping[str, str], count: int) -> None:
@@ -185,6 +190,11 @@ def output_folder(
         raise FileError(f"out is '{target}', a link: give the folder itself.")
     if target.resolve() == source.resolve():
         raise FileError(f"out is '{target}', the source itself: give another folder.")
+    if store is not None and Path(store).resolve() == target.resolve():
+        raise FileError(
+            f"resume is '{target}', the output folder: leave resume out, and the same call "
+            "continues there."
+        )
     make_folder(target)
     kept = target / _STORE if store is None else Path(store)
     others = sorted(path.name for path in target.iterdir() if path.name != _STORE)
@@ -267,5 +277,5 @@ def _sides(shape: Iterable[int]) -> str:
     return "×".join(map(str, shape)) or "a number"
 
 
-def _typed(kind: torch.dtype | None) -> str:
-    return "of another type" if kind is None else str(kind).removeprefix("torch.")
+def _typed(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")

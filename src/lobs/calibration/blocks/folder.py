@@ -91,6 +91,8 @@ class FolderBlocks:
         left = None if limit is None else max(0, limit - reserved)
         with memory.limited(left), self.skeleton.running(self._pass):
             self.streams.start()
+        # Both networks are still the same one, so their blocks are called with the same.
+        self.streams.arguments[1] = self.streams.arguments[0]
 
     def block(self, name: str, layers: Sequence[str]) -> Repeated:
         """Read a block, dense and as a copy to prune, and return it.

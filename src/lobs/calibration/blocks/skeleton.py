@@ -122,10 +122,11 @@ class Skeleton:
                     if source is not None:
                         places.append((table, key, tensor))
                         sources.append(source)
+        for (_, _, old), source in zip(places, sources, strict=True):
+            shards.check(source, old)
         found = shards.read(dict.fromkeys(sources))
         for (table, key, old), source in zip(places, sources, strict=True):
             new = found[source]
-            shards.check(source, old)
             table[key] = nn.Parameter(new, False) if isinstance(old, nn.Parameter) else new
         return places
 
