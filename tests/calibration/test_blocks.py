@@ -94,6 +94,41 @@ class Caches(Decoder):
         return self.head(h)
 
 
+class Cache:
+    """Looks like transformers' caches."""
+
+    def __init__(self):
+        self.seen = []
+
+    def update(self, x):
+        self.seen.append(x)
+        return self.seen[0]
+
+    def get_seq_length(self):
+        return len(self.seen)
+
+
+class Remembers(Part):
+    """A block that takes the cache by position, as GPT-2's do, and uses its oldest entry."""
+
+    def forward(self, x, cache=None):
+        return x + self.down(torch.relu(self.up(x if cache is None else cache.update(x))))
+
+
+class CachesByPosition(Decoder):
+    """Every block gets a cache by position."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers() for _ in range(4))
+
+    def forward(self, x):
+        h = self.start(x) if float(x.sum()) > -1e30 else x
+        for block in self.blocks:
+            h = block(h, Cache())
+        return self.head(h)
+
+
 class Twice(Decoder):
     """One block runs several times."""
 
@@ -131,7 +166,7 @@ def rerun(*given):
     return [Rerun(*given)]
 
 
-@pytest.mark.parametrize("kind", [Decoder, Own])
+@pytest.mark.parametrize("kind", [Decoder, Own, CachesByPosition])
 def test_repeated_blocks_give_the_bits_of_running_the_network(kind):
     torch.manual_seed(0)
     dense = kind()
@@ -139,6 +174,32 @@ def test_repeated_blocks_give_the_bits_of_running_the_network(kind):
     assert list(ours) == list(slow)
     for name in ours:
         assert all(torch.equal(a, b) for a, b in zip(ours[name], slow[name], strict=True))
+
+
+def test_a_gpt2_gives_the_bits_of_running_the_network():
+    """Its blocks get the cache by position: runs of a block saw the keys of runs before."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    dense = transformers.GPT2LMHeadModel(config)
+    ids = [torch.randint(0, 16, (4, 8)) for _ in range(2)]
+
+    def inside(made):
+        pruned, found = copy.deepcopy(dense), {}
+        names = [layer.name for layer in find_layers(dense, skip="lm_head")]
+        both = list(zip(find_layers(dense, names), find_layers(pruned, names), strict=True))
+        with evaluating(dense), evaluating(pruned):
+            for block in made(dense, pruned, ids, both):
+                for layer, moments in layers_of(block):
+                    found[layer.name] = moments.pruned.moment
+                    layer.write(layer.matrix() * 0.9)
+                block.advance()
+        return found
+
+    ours, slow = inside(repeated_blocks), inside(rerun)
+    assert len(ours) == 8 and all(torch.equal(ours[name], slow[name]) for name in slow)
 
 
 @pytest.mark.parametrize("kind", [Depends, Skips, Twice, Caches])

@@ -137,7 +137,7 @@ class Walk:
             else:
                 self.found += 1
                 if not last:
-                    with phase(f"blocks of {name}"):
+                    with phase(f"resume of {name}"):
                         self.blocks.pass_over(name, Shards(self.out, [shards[name]]))
             self.rows += [_row(each) for each in record["layers"]]
             self.refits += [BlockRefit(**record["refit"])] if record["refit"] else []

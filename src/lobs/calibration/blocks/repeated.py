@@ -67,7 +67,8 @@ class Arguments:
             key = next(iter(kwargs), "")
             first, rest = kwargs.get(key), cls((), {**kwargs, key: _HIDDEN})
         kwargs = {key: _CACHES.get(key, value) for key, value in rest.kwargs.items()}
-        return (first if isinstance(first, Tensor) else None), cls(rest.args, kwargs)
+        plain = tuple(None if _is_cache(value) else value for value in rest.args)
+        return (first if isinstance(first, Tensor) else None), cls(plain, kwargs)
 
     def run(self, module: nn.Module, x: Tensor) -> Any:
         """Run a module on activations with these arguments."""
@@ -428,6 +429,11 @@ def captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str, 
     ):
         call(model, batch)
     return start[0], {name: found.get(name, found[row.blocks[0]]) for name in row.blocks}
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether a positional argument is a cache as transformers makes them."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def _rows(value: Any, rows: slice, count: int) -> Any:
