@@ -176,32 +176,6 @@ def test_repeated_blocks_give_the_bits_of_running_the_network(kind):
         assert all(torch.equal(a, b) for a, b in zip(ours[name], slow[name], strict=True))
 
 
-def test_a_gpt2_gives_the_bits_of_running_the_network():
-    """Its blocks get the cache by position: runs of a block saw the keys of runs before."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    dense = transformers.GPT2LMHeadModel(config)
-    ids = [torch.randint(0, 16, (4, 8)) for _ in range(2)]
-
-    def inside(made):
-        pruned, found = copy.deepcopy(dense), {}
-        names = [layer.name for layer in find_layers(dense, skip="lm_head")]
-        both = list(zip(find_layers(dense, names), find_layers(pruned, names), strict=True))
-        with evaluating(dense), evaluating(pruned):
-            for block in made(dense, pruned, ids, both):
-                for layer, moments in layers_of(block):
-                    found[layer.name] = moments.pruned.moment
-                    layer.write(layer.matrix() * 0.9)
-                block.advance()
-        return found
-
-    ours, slow = inside(repeated_blocks), inside(rerun)
-    assert len(ours) == 8 and all(torch.equal(ours[name], slow[name]) for name in slow)
-
-
 @pytest.mark.parametrize("kind", [Depends, Skips, Twice, Caches])
 def test_a_network_without_rows_of_blocks_is_run_from_its_start(kind):
     torch.manual_seed(0)

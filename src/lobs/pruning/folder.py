@@ -192,8 +192,8 @@ def _asked(
         isinstance(asked, Sparsity) and asked.scope == "layer"
     ):
         raise TargetError(
-            f"{asked!r} needs all layers at once: give each layer its own target, by keep=0.5, "
-            "lobs.Sparsity(0.5, scope='layer') or lobs.NByM(2, 4)."
+            f"{asked!r} needs all layers at once: give each layer its own target, by keep=0.5 or "
+            "lobs.Sparsity(0.5, scope='layer'), or a pattern."
         )
     if numerics.prune_bias and isinstance(asked, Pattern):
         raise LobsError("prune_bias does not go with patterns, which are made of weights.")

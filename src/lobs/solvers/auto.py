@@ -20,10 +20,11 @@ from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.greedy import GreedyOBS
 from lobs.solvers.least_squares import on_support, single_precision, weighted_error
 from lobs.solvers.local_search import round_work, swap
+from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem, Solver
 from lobs.solvers.refine import Refine, search_seconds
 from lobs.solvers.solution import Solution
-from lobs.targets import NByM, Pattern, Sparsity, Target
+from lobs.targets import Pattern, Sparsity, Target
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Auto:
         """Return the solution."""
         if isinstance(target, Pattern):
             short = not problem.context.affords(ADMM().search_bytes(problem.shape))
-            quick = short and isinstance(target, NByM)
+            quick = short and pattern_solver(target).column_choice is not None
             return (ColumnSweep() if quick else GreedyOBS())(problem, target)
         if not isinstance(target, Sparsity):
             inner = self.start(problem)

@@ -14,7 +14,6 @@ place of Ψ where both do not fit, and a strip of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,15 +22,13 @@ from lobs._system.progress import track
 from lobs.errors import SolverError
 from lobs.solvers import linalg
 from lobs.solvers.costs import COSTS, ProblemShape
-from lobs.solvers.kernels import Quota
 from lobs.solvers.least_squares import approach_least_squares, on_support, sweep_dtype
 from lobs.solvers.masks import choose_count
 from lobs.solvers.metric import Metric
-from lobs.solvers.patterns.nbym import steadied
-from lobs.solvers.patterns.nbym_admm import Keeper
+from lobs.solvers.patterns import ColumnChoice, pattern_solver
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, finish
-from lobs.targets import NByM, Target
+from lobs.targets import Pattern, Target
 
 _STRIP = 2**23  # entries of the rows that pass through the columns together
 
@@ -72,9 +69,8 @@ class ColumnSweep:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Return the solution."""
-        if isinstance(target, NByM):
-            problem = steadied(problem)
-            found = self._solve(problem, _ByGroup(target, problem.positions))
+        if isinstance(target, Pattern) and (choose := pattern_solver(target).column_choice):
+            found = self._solve(*choose(problem, target))
             return replace(found, status=f"ok ({target} by columns)")
         count = choose_count(
             problem,
@@ -88,7 +84,7 @@ class ColumnSweep:
         """Return the solution with exactly `count` weights removed."""
         return self._solve(problem, _ByCount(count, problem.prunable, self.block))
 
-    def _solve(self, problem: Problem, choice: _Choice) -> Solution:
+    def _solve(self, problem: Problem, choice: ColumnChoice) -> Solution:
         """Return the solution whose support `choice` makes."""
         shape = (len(problem.metrics), *problem.weight.shape[-2:])
         out = torch.empty(shape, dtype=problem.weight.dtype, device=problem.weight.device)
@@ -103,7 +99,9 @@ class ColumnSweep:
         )
         return on_support(problem, mask, near)
 
-    def _group(self, problem: Problem, g: int, choice: _Choice, mask: Tensor, out: Tensor) -> None:
+    def _group(
+        self, problem: Problem, g: int, choice: ColumnChoice, mask: Tensor, out: Tensor
+    ) -> None:
         """Solve group `g` into `mask` and `out`."""
         metric, weight = problem.metrics[g], problem.groups[g][0]
         importance, free = problem.importance[g], weight.shape[-1] - problem.protected
@@ -140,7 +138,7 @@ class ColumnSweep:
         factor: Tensor,
         importance: Tensor,
         free: int,
-        choice: _Choice,
+        choice: ColumnChoice,
         mask: Tensor,
     ) -> None:
         """Take a strip of rows, in equilibrated units, through all columns, in place."""
@@ -159,15 +157,6 @@ class ColumnSweep:
                 here[:, j:] -= owed[:, j, None] * factor[left + j, left + j : right]
             v[:, right:] -= owed @ factor[left:right, right:]
         v.masked_fill_(~mask, 0.0)
-
-
-class _Choice(Protocol):
-    """Choose what stays of the next `step` columns, by what each weight's loss costs."""
-
-    @property
-    def step(self) -> int: ...
-
-    def kept(self, cost: Tensor) -> Tensor: ...
 
 
 @dataclass
@@ -192,29 +181,6 @@ class _ByCount:
         now = self.count * self.seen // max(1, self.total) - self.taken
         self.taken += now
         return now
-
-
-@dataclass
-class _ByGroup:
-    """The share of every group of an N:M pattern; a step is the fewest columns of whole groups."""
-
-    target: NByM
-    positions: int
-    keepers: dict[int, Keeper] = field(default_factory=dict)
-
-    @property
-    def step(self) -> int:
-        """Return the columns of a step."""
-        return self.target.m * (1 if self.target.along == "columns" else self.positions)
-
-    def kept(self, cost: Tensor) -> Tensor:
-        """Return True at the dearest weights of every group."""
-        width = cost.shape[1]
-        if width not in self.keepers:
-            group = torch.tensor(self.target.groups(width, self.positions))
-            allowed = [self.target.quota(int(size)) for size in group.bincount()]
-            self.keepers[width] = Keeper(Quota(group, torch.tensor(allowed)), cost.device)
-        return self.keepers[width](cost)
 
 
 def _strips(weight: Tensor) -> list[slice]:
