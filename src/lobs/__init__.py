@@ -21,6 +21,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "prune": "lobs.pruning.api",
     "forecast": "lobs.pruning.api",
+    "prune_folder": "lobs.pruning.folder",
     "PruningResult": "lobs.pruning.result",
     "LayerResult": "lobs.pruning.result",
     "Numerics": "lobs.pruning.options",
@@ -104,6 +105,7 @@ __all__ = [
     "hold",
     "load",
     "prune",
+    "prune_folder",
     "prune_in_stages",
     "retrain",
     "save",
@@ -120,6 +122,7 @@ if TYPE_CHECKING:
     from lobs.deploy.shrink import shrink
     from lobs.errors import LobsError, NumericalWarning
     from lobs.pruning.api import forecast, prune
+    from lobs.pruning.folder import prune_folder
     from lobs.pruning.options import Execution, Numerics
     from lobs.pruning.result import LayerResult, PruningResult
     from lobs.solvers import (

@@ -94,6 +94,41 @@ class Caches(Decoder):
         return self.head(h)
 
 
+class Cache:
+    """Looks like transformers' caches."""
+
+    def __init__(self):
+        self.seen = []
+
+    def update(self, x):
+        self.seen.append(x)
+        return self.seen[0]
+
+    def get_seq_length(self):
+        return len(self.seen)
+
+
+class Remembers(Part):
+    """A block that takes the cache by position, as GPT-2's do, and uses its oldest entry."""
+
+    def forward(self, x, cache=None):
+        return x + self.down(torch.relu(self.up(x if cache is None else cache.update(x))))
+
+
+class CachesByPosition(Decoder):
+    """Every block gets a cache by position."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembers() for _ in range(4))
+
+    def forward(self, x):
+        h = self.start(x) if float(x.sum()) > -1e30 else x
+        for block in self.blocks:
+            h = block(h, Cache())
+        return self.head(h)
+
+
 class Twice(Decoder):
     """One block runs several times."""
 
@@ -131,7 +166,7 @@ def rerun(*given):
     return [Rerun(*given)]
 
 
-@pytest.mark.parametrize("kind", [Decoder, Own])
+@pytest.mark.parametrize("kind", [Decoder, Own, CachesByPosition])
 def test_repeated_blocks_give_the_bits_of_running_the_network(kind):
     torch.manual_seed(0)
     dense = kind()

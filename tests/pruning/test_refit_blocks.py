@@ -218,3 +218,16 @@ def test_a_network_without_blocks_is_one_block():
 def test_blocks_need_asymmetric_inputs():
     with pytest.raises(lobs.LobsError, match="refit='blocks'"):
         pruned(tower(), inputs="dense")
+
+
+def test_a_gpt2_is_refitted():
+    """Its blocks get a cache by position, which kept what earlier runs had put there."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    dense = transformers.GPT2LMHeadModel(config).eval()
+    ids = [{"input_ids": torch.randint(0, 16, (4, 8))} for _ in range(8)]
+    result = pruned(dense, ids, keep=0.5, skip="lm_head")
+    assert "2 of 2 blocks" in result.settings["refit"]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -121,6 +122,27 @@ def resident() -> int:
     import resource  # exists only where /proc does
 
     return pages * resource.getpagesize()
+
+
+@contextmanager
+def most_resident() -> Iterator[list[int]]:
+    """Yield a list whose entry becomes the most memory resident while this block runs.
+
+    The process's own record may be an older peak.
+    """
+    most, done = [0], Event()
+
+    def look() -> None:
+        while not done.wait(0.002):
+            most[0] = max(most[0], resident())
+
+    watcher = Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        watcher.join()
 
 
 def single_copy(groups: int, columns: int) -> bool:

@@ -82,6 +82,22 @@ def find_layers(
     Raises:
         UnsupportedLayerError: no layer is chosen, or a chosen layer cannot be pruned.
     """
+    chosen = choose_layers(model, layers, skip)
+    for name, reason in _refused(model, chosen).items():
+        raise UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
+    return chosen
+
+
+def choose_layers(
+    model: nn.Module, layers: str | Iterable[str] | None = None, skip: str | Iterable[str] = ()
+) -> list[Layer]:
+    """Return what `find_layers` chooses, also where a layer's weights are on the meta device.
+
+    Args:
+        model: any network.
+        layers: names or globs of the wanted layers; all by default.
+        skip: names or globs of layers to leave out.
+    """
     found = all_layers(model)
     names = [name for layer in found for name in layer.names]
     wanted, unwanted = _matching(names, layers, "layers"), _matching(names, skip, "skip") or set()
@@ -99,8 +115,6 @@ def find_layers(
                 f"layer '{name.rpartition('.')[0]}': its {name.rpartition('.')[2]} has no shape "
                 "yet; run one batch first."
             )
-    for name, reason in _refused(model, chosen).items():
-        raise UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
     return chosen
 
 

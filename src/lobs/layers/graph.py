@@ -154,8 +154,8 @@ def _shapes(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a network's first parameter; the CPU where it has none."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Return the device of a network's first parameter that has data; else the CPU."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 @contextmanager

@@ -181,9 +181,9 @@ def checked(
         raise LobsError(
             f"model is a {type(model).__name__}: give a torch.nn.Module first, then the batches."
         )
-    _check_names(given)
+    check_options(given)
     target = wanted(target, keep)
-    numerics, execution = _values(given)
+    numerics, execution = option_values(given)
     if numerics.prune_bias and isinstance(target, Pattern):
         raise LobsError("prune_bias does not go with patterns, which are made of weights.")
     found = find_layers(model, given.get("layers"), given.get("skip", ()))
@@ -212,7 +212,8 @@ _MOVED = {
 }
 
 
-def _check_names(given: PruneOptions) -> None:
+def check_options(given: PruneOptions) -> None:
+    """Refuse an option that does not exist; the message names the right one."""
     known = PruneOptions.__annotations__
     for name in given:
         if name not in known:
@@ -220,7 +221,8 @@ def _check_names(given: PruneOptions) -> None:
             raise TypeError(f"there is no option '{name}': say {remedy}.")
 
 
-def _values(given: PruneOptions) -> tuple[Numerics, Execution]:
+def option_values(given: PruneOptions) -> tuple[Numerics, Execution]:
+    """Return numerics and execution, or refuse what is neither."""
     numerics, execution = given.get("numerics", Numerics()), given.get("execution", Execution())
     if not isinstance(numerics, Numerics):
         raise LobsError(f"numerics is {numerics!r}: give lobs.Numerics(damping=…, …).")

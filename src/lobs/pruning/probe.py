@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from threading import Event, Thread
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,7 +50,7 @@ def probed(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) ->
     first = list(islice(batches, 1))  # empty on a process without data
     for _ in range(2):  # the first time also loads and compiles
         began = time.perf_counter()
-        with _peak_memory() as peak:
+        with memory.most_resident() as peak:
             before = memory.resident()
             with watching(layer.on_input(partial(_first_patches, layer)) for layer in layers):
                 seen = collect_moments(model, first, layers, counts_only=True)
@@ -83,24 +81,3 @@ def probed(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) ->
 def _first_patches(layer: Layer, x: Tensor) -> None:
     """Unfold the first patches of an input, so that their memory is counted."""
     next(layer.patches(x.detach()), None)
-
-
-@contextmanager
-def _peak_memory() -> Iterator[list[int]]:
-    """Yield a list whose entry becomes the most memory resident while this block runs.
-
-    The process's own record may be an older peak.
-    """
-    most, done = [0], Event()
-
-    def look() -> None:
-        while not done.wait(0.002):
-            most[0] = max(most[0], memory.resident())
-
-    watcher = Thread(target=look, daemon=True)
-    watcher.start()
-    try:
-        yield most
-    finally:
-        done.set()
-        watcher.join()

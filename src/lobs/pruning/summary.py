@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -32,16 +33,20 @@ def gain(kept: int, total: int) -> str:
 
 def plain_text(result: PruningRecord) -> str:
     """Return the gain, a table of layers, and a line for everything else that is known."""
-    rows = [_COLUMNS, *map(_cells, result.layers)]
+    return "\n".join([gain(result.kept, result.total), *table(result.layers), *_notes(result)])
+
+
+def table(layers: Sequence[LayerResult]) -> list[str]:
+    """Return a table of layers, line by line."""
+    rows = [_COLUMNS, *map(_cells, layers)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
-    table = [
+    return [
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    return "\n".join([gain(result.kept, result.total), *table, *_notes(result)])
 
 
 def html_table(result: PruningRecord) -> str:

@@ -20,6 +20,7 @@ from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.greedy import GreedyOBS
 from lobs.solvers.least_squares import on_support, single_precision, weighted_error
 from lobs.solvers.local_search import round_work, swap
+from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem, Solver
 from lobs.solvers.refine import Refine, search_seconds
 from lobs.solvers.solution import Solution
@@ -81,7 +82,7 @@ class Auto:
     too. So is the greedy, where it takes no more than ten times as long as rival solvers. The
     error, on Ψ + λI where Ψ is damped, is never above that of a start it ran. Very wide layers that
     keep much go without swaps. Where a memory limit leaves no room, `ColumnSweep` solves the layer.
-    Patterns go to their own solvers.
+    Patterns go to their own solvers, but N:M to `ColumnSweep` where memory leaves no room.
 
     Args:
         patience: for an `ErrorBudget`, the greedy finds the first support where it takes no more
@@ -108,7 +109,9 @@ class Auto:
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Return the solution."""
         if isinstance(target, Pattern):
-            return GreedyOBS()(problem, target)
+            short = not problem.context.affords(ADMM().search_bytes(problem.shape))
+            quick = short and pattern_solver(target).column_choice is not None
+            return (ColumnSweep() if quick else GreedyOBS())(problem, target)
         if not isinstance(target, Sparsity):
             inner = self.start(problem)
             return Refine(inner, swap_seconds=self.swap_seconds)(problem, target)

@@ -2,9 +2,10 @@
 
 One factor U of Ψ⁻¹ serves all rows. Its j-th row tells how the columns after j compensate for the
 loss of column j (the idea of SparseGPT, Frantar and Alistarh 2023). A block of columns at a time
-loses its cheapest weights. Then one product updates the rest of the matrix. The pass never goes
-back, so its weights are not optimal on their support. Least squares gives those, or a few steps of
-conjugate gradients on layers too wide for that.
+loses its cheapest weights. Then one product updates the rest of the matrix. Under an N:M pattern
+every group chooses its weights when the pass reaches it. The pass never goes back, so its weights
+are not optimal on their support. Least squares gives those, or a few steps of conjugate gradients
+on layers too wide for that.
 
 Time is 4d³/3 for the factor and (1 + `steps`)·rows·d² multiply-adds. Memory is one d×d matrix, in
 place of Ψ where both do not fit, and a strip of rows.
@@ -12,7 +13,7 @@ place of Ψ where both do not fit, and a strip of rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,9 +25,10 @@ from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.least_squares import approach_least_squares, on_support, sweep_dtype
 from lobs.solvers.masks import choose_count
 from lobs.solvers.metric import Metric
+from lobs.solvers.patterns import ColumnChoice, pattern_solver
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, finish
-from lobs.targets import Target
+from lobs.targets import Pattern, Target
 
 _STRIP = 2**23  # entries of the rows that pass through the columns together
 
@@ -67,6 +69,9 @@ class ColumnSweep:
 
     def __call__(self, problem: Problem, target: Target) -> Solution:
         """Return the solution."""
+        if isinstance(target, Pattern) and (choose := pattern_solver(target).column_choice):
+            found = self._solve(*choose(problem, target))
+            return replace(found, status=f"ok ({target} by columns)")
         count = choose_count(
             problem,
             target,
@@ -77,12 +82,15 @@ class ColumnSweep:
 
     def at(self, problem: Problem, count: int) -> Solution:
         """Return the solution with exactly `count` weights removed."""
+        return self._solve(problem, _ByCount(count, problem.prunable, self.block))
+
+    def _solve(self, problem: Problem, choice: ColumnChoice) -> Solution:
+        """Return the solution whose support `choice` makes."""
         shape = (len(problem.metrics), *problem.weight.shape[-2:])
         out = torch.empty(shape, dtype=problem.weight.dtype, device=problem.weight.device)
         mask = torch.ones(shape, dtype=torch.bool, device=out.device)
-        quota = _Quota(count, problem.prunable)
         for g in range(len(problem.metrics)):
-            self._group(problem, g, quota, mask[g], out[g])
+            self._group(problem, g, choice, mask[g], out[g])
         mask, out = mask.view(problem.weight.shape), out.view(problem.weight.shape)
         if problem.ridge:  # too large for least squares in float64
             return finish(problem, out, mask, damping=max(m.damping for m in problem.metrics))
@@ -91,7 +99,9 @@ class ColumnSweep:
         )
         return on_support(problem, mask, near)
 
-    def _group(self, problem: Problem, g: int, quota: _Quota, mask: Tensor, out: Tensor) -> None:
+    def _group(
+        self, problem: Problem, g: int, choice: ColumnChoice, mask: Tensor, out: Tensor
+    ) -> None:
         """Solve group `g` into `mask` and `out`."""
         metric, weight = problem.metrics[g], problem.groups[g][0]
         importance, free = problem.importance[g], weight.shape[-1] - problem.protected
@@ -104,7 +114,7 @@ class ColumnSweep:
             factor = linalg.upper_factor_of_inverse(fresh(), self.ridge)
             for rows in strips:
                 v = metric.scaled(weight[rows]).to(gram)
-                self._pass(v, factor, importance[rows].to(v), free, quota, mask[rows])
+                self._pass(v, factor, importance[rows].to(v), free, choice, mask[rows])
                 out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
                 advance(1)
             del factor
@@ -123,19 +133,26 @@ class ColumnSweep:
             out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
 
     def _pass(
-        self, v: Tensor, factor: Tensor, importance: Tensor, free: int, quota: _Quota, mask: Tensor
+        self,
+        v: Tensor,
+        factor: Tensor,
+        importance: Tensor,
+        free: int,
+        choice: ColumnChoice,
+        mask: Tensor,
     ) -> None:
         """Take a strip of rows, in equilibrated units, through all columns, in place."""
-        pivot = factor.diagonal()
-        for left in range(0, free, self.block):
-            right = min(free, left + self.block)
-            cost = (v[:, left:right] / pivot[left:right]).square() * importance.unsqueeze(1)
-            gone = cost.flatten().argsort(stable=True)[: quota.take(cost.numel())]
-            kept = torch.ones_like(cost, dtype=torch.bool).flatten()
-            mask[:, left:right] = kept.index_fill_(0, gone, False).view_as(cost)
-            owed = torch.zeros_like(cost)
+        pivot, step = factor.diagonal(), choice.step
+        block = max(step, self.block // step * step)  # whole steps
+        for left in range(0, free, block):
+            right = min(free, left + block)
             here = v[:, left:right]  # a view of v
+            owed = torch.zeros_like(here)
             for j in range(right - left):
+                if j % step == 0:
+                    end = min(right, left + j + step)
+                    cost = (v[:, left + j : end] / pivot[left + j : end]).square()
+                    mask[:, left + j : end] = choice.kept(cost * importance.unsqueeze(1))
                 owed[:, j] = torch.where(mask[:, left + j], 0.0, here[:, j] / pivot[left + j])
                 here[:, j:] -= owed[:, j, None] * factor[left + j, left + j : right]
             v[:, right:] -= owed @ factor[left:right, right:]
@@ -143,15 +160,22 @@ class ColumnSweep:
 
 
 @dataclass
-class _Quota:
+class _ByCount:
     """`count` removals of `total` weights, dealt in proportion and exact in sum."""
 
     count: int
     total: int
+    step: int
     seen: int = 0
     taken: int = 0
 
-    def take(self, size: int) -> int:
+    def kept(self, cost: Tensor) -> Tensor:
+        """Return False at the cheapest of the next weights."""
+        gone = cost.flatten().argsort(stable=True)[: self._take(cost.numel())]
+        kept = torch.ones_like(cost, dtype=torch.bool).flatten()
+        return kept.index_fill_(0, gone, False).view_as(cost)
+
+    def _take(self, size: int) -> int:
         """Return how many of the next `size` weights go."""
         self.seen += size
         now = self.count * self.seen // max(1, self.total) - self.taken

@@ -69,7 +69,8 @@ class Arguments:
             key = next(iter(kwargs), "")
             first, rest = kwargs.get(key), cls((), {**kwargs, key: _HIDDEN})
         kwargs = {key: _CACHES.get(key, value) for key, value in rest.kwargs.items()}
-        return (first if isinstance(first, Tensor) else None), cls(rest.args, kwargs)
+        plain = tuple(None if _is_cache(value) else value for value in rest.args)
+        return (first if isinstance(first, Tensor) else None), cls(plain, kwargs)
 
     def run(self, module: nn.Module, x: Tensor) -> Any:
         """Run a module on activations with these arguments."""
@@ -116,7 +117,7 @@ class Sample:
 class Repeated(Block):
     """One block of a row."""
 
-    def __init__(self, row: _Streams, name: str, layers: Sequence[LayerPair]) -> None:
+    def __init__(self, row: Streams, name: str, layers: Sequence[LayerPair]) -> None:
         super().__init__(layers, name)
         self.row, self._dense_done = row, False
         self._seen: list[Inputs] = []  # of the dense block's layers, by batch
@@ -125,7 +126,7 @@ class Repeated(Block):
     @property
     def module(self) -> nn.Module:
         """Return the block of the pruned network."""
-        return self.row.models[1].get_submodule(self.name)
+        return self.row.module(1, self.name)
 
     def both(self) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""
@@ -160,9 +161,7 @@ class Repeated(Block):
     def advance(self) -> None:
         """See `Block`."""
         self._advance_dense()
-        shelf = memory.Shelf()
-        for index in range(len(self.row.held_out)):
-            self.row.step(1, self.name, index, shelf)
+        self.row.advance(1, self.name)
         distinct = {id(x): x for seen in self._seen for inputs in seen.values() for x in inputs}
         self.row.held -= sum(map(size, distinct.values()))
         self._seen.clear()
@@ -192,7 +191,7 @@ class Repeated(Block):
 
 
 @dataclass
-class _Streams:
+class Streams:
     """The activations of both networks at the present boundary of a row."""
 
     models: tuple[nn.Module, nn.Module]
@@ -214,7 +213,7 @@ class _Streams:
         many, first = sum(counts) >= KEPT_BACK, sum(counts[: process_group().rank])
         for number, batch in enumerate(self.batches, start=first):
             for side, model in enumerate(self.models):
-                x, others = _captured(model, batch, self.row)
+                x, others = captured(model, batch, self.row)
                 parts = [slice(0, len(x))]
                 if self.hold_out and not many and len(x) >= KEPT_BACK:
                     edge = len(x) - len(x) // KEPT_BACK
@@ -229,13 +228,23 @@ class _Streams:
             last = many and number % KEPT_BACK == KEPT_BACK - 1
             self.held_out += [False, True] if len(parts) > 1 else [self.hold_out and last]
 
+    def module(self, side: int, name: str) -> nn.Module:
+        """Return a block of one network."""
+        return self.models[side].get_submodule(name)
+
     def run(self, side: int, name: str, index: int) -> Any:
         """Run one block of one network on one batch."""
         # A block may work in place, and its input is needed again.
         x = loaded(self.values[side][index])
         x = x.clone() if x is self.values[side][index] else x
         with user_code(f"running block '{name}'"):
-            return self.arguments[side][index][name].run(self.models[side].get_submodule(name), x)
+            return self.arguments[side][index][name].run(self.module(side, name), x)
+
+    def advance(self, side: int, name: str) -> None:
+        """Replace a network's activations before a block by those after it."""
+        shelf = memory.Shelf()
+        for index in range(len(self.held_out)):
+            self.step(side, name, index, shelf)
 
     def step(self, side: int, name: str, index: int, shelf: memory.Shelf) -> None:
         """Replace one batch's activations before a block by those after it."""
@@ -285,7 +294,7 @@ def repeated_blocks(
         if not blocks:
             made.append(Rerun(dense, pruned, batches, [pairs[name] for name in names]))
             continue
-        streams = _Streams((dense, pruned), batches, Row(blocks, uniform), hold_out)
+        streams = Streams((dense, pruned), batches, Row(blocks, uniform), hold_out)
         made += [
             Repeated(streams, block, [pairs[n] for n in pairs if n.startswith(f"{block}.")])
             for block in blocks
@@ -305,12 +314,13 @@ def candidates(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             prefix = f"{name}." if name else ""
-            inside = [prefix + child for child, part in module.named_children() if _several(part)]
+            inside = [prefix + child for child, part in module.named_children() if has_layers(part)]
             found += inside if len(inside) > 1 else []
     return [a for a in found if not any(b.startswith(f"{a}.") for b in found)]
 
 
-def _several(module: nn.Module) -> bool:
+def has_layers(module: nn.Module) -> bool:
+    """Return whether a module holds two layers or more."""
     return sum(map(is_plain_layer, module.modules())) > 1
 
 
@@ -435,7 +445,7 @@ def _steady(model: nn.Module, batch: Any, names: Sequence[str], calls: Sequence[
     )
 
 
-def _captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str, Arguments]]:
+def captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str, Arguments]]:
     """Run a network up to a row of blocks; return its input and the blocks' other arguments."""
     start: list[Tensor] = []
     found: dict[str, Arguments] = {}
@@ -457,6 +467,11 @@ def _captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str,
     ):
         call(model, batch)
     return start[0], {name: found.get(name, found[row.blocks[0]]) for name in row.blocks}
+
+
+def _is_cache(value: Any) -> bool:
+    """Return whether a positional argument is a cache as transformers makes them."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def rows_of(value: Any, rows: slice, count: int) -> Any:

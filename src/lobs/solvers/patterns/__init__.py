@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,6 +18,17 @@ from lobs.solvers.kernels import Backend
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
 from lobs.targets import Pattern
+
+
+class ColumnChoice(Protocol):
+    """Choose what a sweep over the columns keeps of the next `step` columns."""
+
+    @property
+    def step(self) -> int:
+        """Return the columns that are chosen from together."""
+
+    def kept(self, cost: Tensor) -> Tensor:
+        """Return True where a weight stays, by what the loss of each would cost."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +40,14 @@ class PatternSolver:
         seconds: estimates the time of solving on two cores from a shape with its target.
         mask_by_score: returns the mask of (problem, target, scores) that keeps the highest scores;
             None where the pattern has no such rule.
+        column_choice: returns the problem to sweep over and what the sweep keeps, from (problem,
+            target); None where a sweep over the columns cannot make the pattern.
     """
 
     solve: Callable[[Problem, Any, Backend], Solution]
     seconds: Callable[[ProblemShape], float]
     mask_by_score: Callable[[Problem, Any, Tensor], Tensor] | None = None
+    column_choice: Callable[[Problem, Any], tuple[Problem, ColumnChoice]] | None = None
 
 
 def pattern_solver(target: Pattern) -> PatternSolver:

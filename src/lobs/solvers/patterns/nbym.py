@@ -9,7 +9,7 @@ Swaps take rows·d³/4 multiply-adds. Very wide layers go without.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.kernels import Quota
 from lobs.solvers.least_squares import least_squares, on_support, sweep_dtype
 from lobs.solvers.metric import Metric
-from lobs.solvers.patterns import PatternSolver
+from lobs.solvers.patterns import ColumnChoice, PatternSolver
 from lobs.solvers.patterns.group_swaps import swap_within_groups
 from lobs.solvers.patterns.nbym_admm import PATTERN_ADMM, Keeper, admm_mask
 from lobs.solvers.problem import Problem
@@ -191,6 +191,33 @@ def _mask_by_score(problem: Problem, target: NByM, scores: Tensor) -> Tensor:
     return largest_of_groups(scores, quota_of(problem, target))
 
 
+@dataclass
+class _ByGroup:
+    """The share of every group; a step is the fewest columns of whole groups."""
+
+    target: NByM
+    positions: int
+    keepers: dict[int, Keeper] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """See `ColumnChoice`."""
+        return self.target.m * (1 if self.target.along == "columns" else self.positions)
+
+    def kept(self, cost: Tensor) -> Tensor:
+        """See `ColumnChoice`."""
+        width = cost.shape[1]
+        if width not in self.keepers:
+            group = torch.tensor(self.target.groups(width, self.positions))
+            allowed = [self.target.quota(int(size)) for size in group.bincount()]
+            self.keepers[width] = Keeper(Quota(group, torch.tensor(allowed)), cost.device)
+        return self.keepers[width](cost)
+
+
+def _column_choice(problem: Problem, target: NByM) -> tuple[Problem, ColumnChoice]:
+    return _steadied(problem), _ByGroup(target, problem.positions)
+
+
 def _seconds(shape: ProblemShape) -> float:
     """Estimate the time of the starts and the swaps that are affordable."""
     d, rows = shape.columns, shape.groups * shape.rows
@@ -200,4 +227,4 @@ def _seconds(shape: ProblemShape) -> float:
     return PATTERN_ADMM.seconds(shape) + greedy * runs
 
 
-SOLVER = PatternSolver(solve_nbym, _seconds, _mask_by_score)
+SOLVER = PatternSolver(solve_nbym, _seconds, _mask_by_score, _column_choice)
