@@ -177,3 +177,10 @@ def perplexity(model: nn.Module, rows: Tensor) -> float:
         )
         total, count = total + float(loss), count + row[:, 1:].numel()
     return math.exp(total / count)
+
+
+@torch.no_grad()
+def embeddings(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the mean of the last hidden states of every row of tokens, with length 1."""
+    found = [model(input_ids=part).last_hidden_state.mean(dim=1) for part in rows.split(32)]
+    return nn.functional.normalize(torch.cat(found), dim=-1)
