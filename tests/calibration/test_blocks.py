@@ -129,6 +129,50 @@ class CachesByPosition(Decoder):
         return self.head(h)
 
 
+class InPlace(Part):
+    """A block that changes a tensor once a layer has read it, and reads it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.short = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.norm(x)
+        short = self.short(y)
+        return short + self.down(torch.relu(self.up(y.clamp_(min=0))))
+
+
+class WorksInPlace(Decoder):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlace() for _ in range(4))
+
+    def forward(self, x):
+        h = self.start(x) if float(x.sum()) > -1e30 else x
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+class Attends(Part):
+    """Three layers read one tensor; the narrow ones sum W D, the wide one sums D."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+        self.o = nn.Linear(10, 6)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.o(torch.cat([self.q(y), self.k(y), self.v(y)], dim=-1))
+
+
+class Attention(WorksInPlace):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attends() for _ in range(4))
+
+
 class Twice(Decoder):
     """One block runs several times."""
 
@@ -166,7 +210,7 @@ def rerun(*given):
     return [Rerun(*given)]
 
 
-@pytest.mark.parametrize("kind", [Decoder, Own, CachesByPosition])
+@pytest.mark.parametrize("kind", [Decoder, Own, CachesByPosition, WorksInPlace, Attention])
 def test_repeated_blocks_give_the_bits_of_running_the_network(kind):
     torch.manual_seed(0)
     dense = kind()
@@ -194,6 +238,18 @@ def test_cost_is_linear_in_depth():
         walked(dense, repeated_blocks)
         calls.append(Part.calls / depth)
     assert max(calls) < 1.05 * min(calls)
+
+
+def test_layers_with_one_input_share_its_moment():
+    dense = Attention()
+    pruned = copy.deepcopy(dense)
+    seen = {}
+    for block in in_blocks(dense, pruned, batches(), pairs(dense, pruned), repeated=True):
+        for layer, moments in layers_of(block):
+            seen[layer.name] = moments
+    q, k, v, o = (seen[f"blocks.1.{name}"].pruned for name in "qkvo")
+    assert q is k is v and q is not o
+    assert q.count == o.count == 42
 
 
 def test_held_out_samples_stay_out_of_the_moments():
