@@ -88,6 +88,14 @@ class Twice(Decoder):
         return self.head(h)
 
 
+class Loops(Decoder):
+    def forward(self, ids):
+        h = self.embed(ids)
+        for block in (*self.blocks, *self.blocks):
+            h = block(h)[0]
+        return self.head(h)
+
+
 def data(number=4):
     return [
         torch.randint(0, 20, (6, 9), generator=torch.Generator().manual_seed(s))
@@ -311,6 +319,7 @@ def test_a_module_on_the_meta_device_needs_real_buffers(tmp_path):
         (Skips, "block 'blocks.1' does not get what block 'blocks.0' returned"),
         (Depends, "arguments of block 'blocks.1' follow the activations"),
         (Twice, "block 'blocks.0' runs 2 times"),
+        (Loops, "block 'blocks.0' runs 2 times"),
     ],
 )
 def test_networks_whose_blocks_do_not_make_a_row_are_refused(tmp_path, build, words):

@@ -153,13 +153,19 @@ class FolderBlocks:
                     f"block '{name}' is not called with a tensor first, {_REMEDY}"
                 )
             calls.append((name, not calls or x is given[-1], others))
-            if len(calls) == len(self.skeleton.blocks):
-                raise StopRun
             given[:] = [x * change]
             return self._form(given[-1])
 
-        with self.skeleton.running(forward), suppress(StopRun):
-            call(self.skeleton.model, batch)
+        def finished() -> bool:
+            return len(calls) >= len(self.skeleton.blocks)
+
+        # The run ends at the module after the last block. Until then a block may run again.
+        with self.skeleton.running(forward, finished), suppress(StopRun):
+            try:
+                call(self.skeleton.model, batch)
+            except CalibrationError:
+                if not finished():  # the head may use weights that were not read
+                    raise
         return calls
 
     def _checked(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs.calibration.batches import user_code
+from lobs.calibration.blocks.base import StopRun
 from lobs.calibration.blocks.repeated import has_layers
 from lobs.errors import LobsError, UnsupportedLayerError
 from lobs.layers import Layer, find_layers, watching
@@ -72,10 +73,13 @@ class Skeleton:
             setattr(home, key, empty)
 
     @contextmanager
-    def running(self, forward: Callable[..., Any]) -> Iterator[None]:
+    def running(
+        self, forward: Callable[..., Any], finished: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
         """Let the network run, with `forward(block, *args, **kwargs)` in place of its blocks.
 
-        A module outside the blocks is filled when it is first called, and emptied at the end.
+        A module outside the blocks is filled when it is first called, and emptied at the end. Once
+        `finished()`, such a call ends the run instead.
         """
         outside = [
             (name, module)
@@ -87,6 +91,8 @@ class Skeleton:
 
         def fill(name: str, module: nn.Module, _: Any) -> None:
             nonlocal count
+            if finished():
+                raise StopRun
             if name not in filled:
                 prefix = f"{name}." if name else ""
                 filled[name] = self._fill(module, prefix, self.shards, recurse=False)
