@@ -208,6 +208,14 @@ def test_what_the_outputs_refit_did_is_taken_up_from_the_run_store(monkeypatch, 
     assert first.settings["refit"] == again.settings["refit"]
 
 
+def test_the_result_and_its_report_have_a_line_for_every_block(tmp_path):
+    found = pruned(tower())
+    assert [b["name"] for b in found.settings["blocks"]] == [f"blocks.{i}" for i in range(3)]
+    assert all(b["after"] <= b["before"] for b in found.settings["blocks"])
+    text = found.report(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<h2>Blocks" in text and "<td>blocks.2</td>" in text
+
+
 def test_a_network_without_blocks_is_one_block():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).eval()

@@ -130,8 +130,8 @@ def _bound(
     other = _other_difference(dense, pruned, calibration)
     if other:
         raise lipschitz.NotAChainError(
-            f"'{other}' differs too, beside the layers (re-estimated batch norms? "
-            "Numerics(batch_norm=False) leaves them alone)"
+            f"'{other}' differs too, beside the layers (a norm that was refitted or a batch norm "
+            "that was re-estimated? refit='layers' and Numerics(batch_norm=False) leave them alone)"
         )
     links = lipschitz.links(pruned, calibration.example, dict(errors), dict(dense_gains or {}))
     if absorbed:

@@ -22,6 +22,7 @@ from lobs.pruning.feasibility import empty_target
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
 from lobs.pruning.options import Options, PruneOptions, checked
+from lobs.pruning.refit.blocks import BlockRefits
 from lobs.pruning.result import PruningResult
 from lobs.pruning.run import Run, run_rounds
 from lobs.pruning.session import Session
@@ -210,6 +211,8 @@ def _settings(asked: Options, run: Run, trials: list[Trial]) -> dict[str, Any]:
         if asked.refit is not None and run.refit.reason:
             caution(f"refit='{asked.refit}': weights were left {run.refit}.")
         settings["refit"] = str(run.refit)
+    if isinstance(run.refit, BlockRefits):
+        settings["blocks"] = [asdict(block) for block in run.refit.blocks]
     if trials:
         settings["trials"] = [asdict(trial) for trial in trials]
     return settings

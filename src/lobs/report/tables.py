@@ -102,10 +102,14 @@ def side_by_side(runs: Sequence[Run]) -> dict[str, list[LayerResult | None]]:
 def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return every setting by name: one value if all runs agree, else one per run.
 
-    The trials of a drop search are left out; they have another table.
+    The trials of a drop search and the refit of blocks are left out; they have other tables.
     """
+    tables = {"trials": trials, "blocks": blocks}
     names = dict.fromkeys(
-        key for run in runs for key in run.pruning.settings if not (key == "trials" and trials(run))
+        key
+        for run in runs
+        for key in run.pruning.settings
+        if not (key in tables and tables[key](run))
     )
     rows = {name: [str(run.pruning.settings.get(name, "–")) for run in runs] for name in names}
     return {name: values if len(set(values)) > 1 else values[:1] for name, values in rows.items()}
@@ -124,6 +128,23 @@ def trials(run: Run) -> list[list[str]]:
                 number(float(t["drop"])),
             ]
             for t in (found if isinstance(found, list) else [])
+        ]
+    except (KeyError, TypeError, ValueError, OverflowError):  # a file may hold anything
+        return []
+
+
+def blocks(run: Run) -> list[list[str]]:
+    """Return the refit of every block: its name, and the error before and after it."""
+    found = run.pruning.settings.get("blocks")
+    try:
+        return [
+            [
+                str(b["name"]),
+                percent(math.sqrt(float(b["before"]))),
+                percent(math.sqrt(float(b["after"]))),
+                str(b["reason"]) or ("refitted" if int(b["epochs"]) else "left as solved"),
+            ]
+            for b in (found if isinstance(found, list) else [])
         ]
     except (KeyError, TypeError, ValueError, OverflowError):  # a file may hold anything
         return []
