@@ -182,7 +182,7 @@ def _sharing_inputs(block: Block) -> list[list[LayerPair]]:
     def note(name: str, x: Tensor) -> None:
         # The tensors themselves are kept: the id of a freed tensor may be used again. A step may
         # work in place between two layers, which the version tells.
-        seen.setdefault(name, []).append((x, x._version))
+        seen.setdefault(name, []).append((x, version(x)))
 
     with (
         process_group().raise_together(),
@@ -205,6 +205,11 @@ def _identical(some: Sequence[tuple[Tensor, int]], others: Sequence[tuple[Tensor
     return len(some) == len(others) and all(
         a is b and m == n for (a, m), (b, n) in zip(some, others, strict=True)
     )
+
+
+def version(x: Tensor) -> int:
+    """Return a number that grows when a tensor is written; 0 where torch does not count."""
+    return 0 if x.is_inference() else x._version
 
 
 def allowed_in_memory() -> int:

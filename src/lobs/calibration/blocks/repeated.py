@@ -35,6 +35,7 @@ from lobs.calibration.blocks.base import (
     loaded,
     size,
     spilled,
+    version,
 )
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.forward import call, length
@@ -178,9 +179,9 @@ class Repeated(Block):
 
         def note(name: str, x: Tensor) -> None:
             nonlocal last
-            if x is not last[0] or x._version != last[1]:
+            if x is not last[0] or version(x) != last[1]:
                 # A copy: the block may work in place.
-                last = x, x._version, self.row.keep(x.detach().clone(), shelf)
+                last = x, version(x), self.row.keep(x.detach().clone(), shelf)
             found.setdefault(name, []).append(last[2])
 
         with watching(layer.on_input(partial(note, layer.name)) for layer, _ in self.layers):
