@@ -70,7 +70,7 @@ _NOTES = """## How to read it, and where it differs
 - **Older rows.** Some rows ran with an earlier start of `auto`, whose errors per layer were about 1 % higher, and without the joint refit. They are the small CIFAR-Net's `default` rows, ResNet-50's
   `default-30`, and most "shared budget" rows. The exceptions are LeNet-300-100 to 1.5 % (one stage, and 10,000 iterations), LeNet-300-100 to 1.75 %, and LeNet-5 in one stage. `--again` repeats any row.
 - **ResNet-50's `auto` rows** ran without damping for few samples and without re-estimated batch norms. `shared-30` has re-estimated batch norms.
-- **ResNet-50's `default` rows** use the default solver and inputs at one CR for every layer. `default-50` had two cores to itself. The others shared cores with other runs, so their seconds are too high.
+- **ResNet-50's `default` rows** use the default solver and inputs at one CR for every layer, without a refit of blocks. `default-50` had two cores to itself. The others shared cores with other runs, so their seconds are too high.
 - **ResNet-50's images.** The most important rows were tested on all 3,000 images, the others on every third.
 - **VGG-16** was calibrated on 100 images, AlexNet on 1,000, with an earlier form of the solver. VGG-16 used 8,728 seconds of one core; its minutes include a pause and shared cores.
 - **"shared budget, 1.5 %, stages, 10,000"** ended at 1.72 and at 1.79 in two runs of different versions. 1.75 % ends at 1.72. So 2 % is the smallest fraction within 0.2 points of the dense error.

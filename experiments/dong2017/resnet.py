@@ -92,8 +92,10 @@ def _pruned(lab: Lab, method: str, percent: str) -> tuple[nn.Module, dict[str, A
     removed = 1 - int(percent) / 100
     began = time.perf_counter()
     if method in ("default", "shared"):
-        target = Sparsity(removed, scope="network" if method == "shared" else "layer")
-        options: dict[str, Any] = {"inputs": "dense", "passes": 1} if method == "shared" else {}
+        target = Sparsity(removed, scope="layer")
+        options: dict[str, Any] = {"refit": "layers"}  # `benchmarks.resnet50` refits blocks
+        if method == "shared":
+            target, options = Sparsity(removed, scope="network", rounds=1), {"inputs": "dense"}
         cut = lobs.prune(
             _network(), _data("train", lab, CALIBRATION), target, progress=False, **options
         )
