@@ -25,7 +25,7 @@ from lobs.layers import Layer
 from lobs.pruning.refit.descent import Free, Piece, Schedule, cut, descend, free_parameters
 from lobs.pruning.refit.joint import JointRefit
 
-SCHEDULE = Schedule(epochs=4, steps=32, rate=0.03)
+SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
 _FEWEST_ROWS = 4  # of one step, where there are more
 

@@ -27,8 +27,8 @@ class Schedule:
     Args:
         epochs: number of epochs; the held-out distance is measured after each.
         steps: steps of an epoch, about.
-        rate: first step, relative to the root mean square of a tensor's survivors. A half cosine
-            leads from there to zero.
+        rate: first step, relative to the root mean square of a tensor's survivors and to the
+            square root of the first distance. A half cosine leads from there to zero.
         betas: decay rates of Adam's averages.
     """
 
@@ -118,7 +118,7 @@ def descend(
         return Descent(None, before, before, 0, rows)
     chosen, epochs = None, 0
     with track(label, schedule.epochs * schedule.steps) as advance:
-        for epoch in _adam(work, free, objective, schedule):
+        for epoch in _adam(work, free, objective, schedule, schedule.rate * math.sqrt(before)):
             now = objective.distance(work)
             advance(schedule.steps)
             if now < best:
@@ -129,10 +129,12 @@ def descend(
     return Descent(chosen, before, best, epochs, rows)
 
 
-def _adam(work: nn.Module, free: Free, objective: Objective, schedule: Schedule) -> Iterator[int]:
+def _adam(
+    work: nn.Module, free: Free, objective: Objective, schedule: Schedule, rate: float
+) -> Iterator[int]:
     """Take one epoch of steps after another; yield the number of epochs done."""
     group = process_group()
-    rates = [schedule.rate * _typical(parameter, mask) for _, parameter, mask in free]
+    rates = [rate * _typical(parameter, mask) for _, parameter, mask in free]
     optimizer = torch.optim.Adam(
         [{"params": [p], "lr": rate} for (_, p, _), rate in zip(free, rates, strict=True)],
         betas=schedule.betas,
