@@ -98,7 +98,7 @@ def test_rows_of_one_parameter_that_belong_to_other_layers_do_not_move():
 def test_products_are_those_of_the_jacobian():
     model, data = network(), batches(2, 10)
     masks = {"0.weight": torch.rand(30, 12) < 0.5}
-    free = joint._free(find_layers(model), masks)
+    free = joint.kept_entries(find_layers(model), masks)
     window = gauss_newton.Window(
         gauss_newton.Survivors(model, model, find_layers(model), free), data
     )

@@ -129,6 +129,7 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
         warning_once(),
+        torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
         limited(limit, taken),
         shown(progress and group.leads, steps=_steps(asked), layers=_costs(asked)),
         use_group(group),

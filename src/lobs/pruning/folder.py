@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lobs._system.memory import limited, spelled
@@ -133,6 +134,7 @@ def prune_folder(
     largest = max(bytes_of(skeleton.model.get_submodule(name)) for name in skeleton.blocks)
     with (
         warning_once(),
+        torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
         limited(asked.execution.memory_bytes, 2 * largest),
         shown(progress, steps=["prune"], layers={x.name: _cost(x) for x in layers}),
         recorded_run(asked.execution.log) as log,

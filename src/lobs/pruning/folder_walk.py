@@ -124,9 +124,8 @@ class Walk:
 
     def run(self) -> None:
         """Prune block after block; take those that are finished from the output folder."""
-        for rest in self.out.glob(".*"):  # files that a killed run was writing
-            if rest.is_file():
-                rest.unlink(missing_ok=True)
+        for rest in self.out.glob(".model-*.safetensors.*"):  # what a killed run was writing
+            rest.unlink(missing_ok=True)
         with phase("calibrate"):
             self.blocks.start(self.reserved)
         order, shards = self.blocks.row.blocks, self.shards

@@ -267,9 +267,9 @@ def _refit(
     if asked == "network" and execution.memory is not None:
         raise LobsError(
             "refit='network' holds several copies of all weights: leave out memory, or use "
-            "refit='layers'."
+            "refit='blocks' or refit='layers'."
         )
-    return asked, None
+    return asked, WORK if asked == "blocks" else None  # for a network that has no blocks
 
 
 def _shared(target: Target) -> bool:

@@ -215,7 +215,7 @@ class Run:
         ):
             for layer, moments in layers_of(block, known):
                 self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023
-            if by_blocks and isinstance(block, Repeated):
+            if by_blocks and isinstance(block, Repeated) and block.layers:
                 refits.append(self._refit_block(block))
         if refits:
             self.refit = BlockRefits(tuple(refits))
@@ -234,11 +234,17 @@ class Run:
                 parameters[name].data.copy_(tensor)
             return BlockRefit(**saved.record["effect"])
         layers = [after for _, after in block.layers]
-        effect = refit_block(block, layers, self.masks)
+        effect = refit_block(block, layers, self.masks, self._shared_by(block))
         log_event("block", **asdict(effect))
         tensors = {n: p.detach() for n, p in parameters.items()} if effect.moved else {}
         session.store.write(key, tensors, {"effect": asdict(effect)})
         return effect
+
+    def _shared_by(self, block: Repeated) -> set[str]:
+        """Return names of a block's parameters that the network also uses outside the block."""
+        every = list(self.model.named_parameters(remove_duplicate=False))
+        outside = {id(p) for name, p in every if not name.startswith(f"{block.name}.")}
+        return {name for name, p in block.module.named_parameters() if id(p) in outside}
 
     def _solved_on(self, layer: Layer, moments: PairedMoments | None) -> FinishedLayer:
         """Solve one layer on the inputs that the pruned layers before it give."""

@@ -162,12 +162,17 @@ def write_index(folder: Path, places: Mapping[str, str], count: int) -> None:
 
 
 def copy_others(source: Path, out: Path) -> list[str]:
-    """Copy what is not a file of weights; return names of links and folders, which are left out."""
+    """Copy what is not a file of weights; return names of links and folders, which are left out.
+
+    Links into the folder itself or into the `blobs` of a Hugging Face cache are followed.
+    """
     left = []
+    homes = (source.resolve(), source.resolve().parent.parent / "blobs")
     for path in sorted(source.iterdir()):
         if path.suffix.lower() in _WEIGHTS or path.name.endswith(".index.json"):
             continue
-        if path.is_symlink() or not path.is_file():
+        near = not path.is_symlink() or path.resolve().parent in homes
+        if not near or not path.is_file():
             left.append(path.name)
             continue
         with atomic_write(out / path.name) as partial:

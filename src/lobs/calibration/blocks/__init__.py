@@ -22,6 +22,7 @@ from lobs.calibration.blocks.repeated import (
     flowing,
     repeated_blocks,
     rows_of,
+    shapes,
 )
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.traced import given_names, traced_steps
@@ -39,6 +40,7 @@ __all__ = [
     "layers_of",
     "loaded",
     "rows_of",
+    "shapes",
 ]
 
 

@@ -12,7 +12,8 @@ reached by running the network, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,6 +115,16 @@ class Sample:
     wanted: Tensor | memory.Shelved
     held_out: bool
 
+    @property
+    def wanted_size(self) -> int:
+        """Return how many numbers the dense block's output has."""
+        return math.prod(self.wanted.shape)
+
+    @property
+    def form(self) -> Hashable:
+        """Return the shapes of the input and of all other arguments."""
+        return tuple(self.inputs.shape), shapes((self.arguments.args, dict(self.arguments.kwargs)))
+
 
 class Repeated(Block):
     """One block of a row."""
@@ -152,7 +163,7 @@ class Repeated(Block):
 
     def samples(self) -> list[Sample]:
         """Return every batch's input in the pruned network beside the dense block's output."""
-        self._advance_dense()
+        self._advance_dense()  # so that the dense side's values are the block's outputs
         arguments = self.row.arguments[1]
         return [
             Sample(x, arguments[index][self.name], wanted, self.row.held_out[index])
@@ -211,14 +222,12 @@ class Streams:
         self.started = True
         self.allowed, self.held, shelf = allowed_in_memory(), 0, memory.Shelf()
         counts = process_group().all_gather(length(self.batches) or 0)
-        many, first = sum(counts) >= KEPT_BACK, sum(counts[: process_group().rank])
+        total, first = sum(counts), sum(counts[: process_group().rank])
         for number, batch in enumerate(self.batches, start=first):
+            parts: list[slice] = []
             for side, model in enumerate(self.models):
                 x, others = captured(model, batch, self.row)
-                parts = [slice(0, len(x))]
-                if self.hold_out and not many and len(x) >= KEPT_BACK:
-                    edge = len(x) - len(x) // KEPT_BACK
-                    parts = [slice(0, edge), slice(edge, len(x))]
+                parts = parts or self._parts(x, others[self.row.blocks[0]], total)
                 for part in parts:
                     self.values[side].append(self.keep(x[part].clone(), shelf))
                     self.arguments[side].append(
@@ -226,8 +235,33 @@ class Streams:
                         if len(parts) > 1
                         else others
                     )
-            last = many and number % KEPT_BACK == KEPT_BACK - 1
-            self.held_out += [False, True] if len(parts) > 1 else [self.hold_out and last]
+            # Of fewer than eight batches, one that cannot be cut is held out if it is the last.
+            every = KEPT_BACK if total >= KEPT_BACK else max(2, total)
+            last = self.hold_out and number % every == every - 1
+            self.held_out += [False, True] if len(parts) > 1 else [last]
+
+    def _parts(self, x: Tensor, others: Arguments, total: int) -> list[slice]:
+        """Cut the last eighth off one of few batches, where blocks treat rows independently."""
+        whole = [slice(0, len(x))]
+        edge = len(x) - len(x) // KEPT_BACK
+        if not self.hold_out or total >= KEPT_BACK or edge == len(x):
+            return whole
+        parts = [slice(0, edge), slice(edge, len(x))]
+        block = self.module(0, self.row.blocks[0])
+        try:
+            outs = [
+                flowing(others.rows(part, len(x)).run(block, x[part].clone()))
+                for part in (*whole, *parts)
+            ]
+        except Exception:  # the user's block may refuse a part in any way
+            return whole
+        if any(out is None for out in outs) or outs[0].shape[:1] != x.shape[:1]:  # type: ignore[union-attr]
+            return whole
+        agree = all(
+            torch.allclose(out, outs[0][part], 1e-2, 1e-4)  # type: ignore[index,arg-type]
+            for out, part in zip(outs[1:], parts, strict=True)
+        )
+        return parts if agree else whole
 
     def module(self, side: int, name: str) -> nn.Module:
         """Return a block of one network."""
@@ -284,7 +318,11 @@ def repeated_blocks(
     with process_group().raise_together():
         batch = next(iter(batches), None)
         if batch is not None:
-            plan = _look(dense, batch, [before for before, _ in layers])
+            own = [before for before, _ in layers]
+            inner, outer = candidates(dense), candidates(dense, outermost=True)
+            plan = _look(dense, batch, own, inner)
+            if not plan and outer != inner:
+                plan = _look(dense, batch, own, outer)
     # A process without data follows the others.
     plans = [found for found in process_group().all_gather(plan) if found is not None]
     if not plans or any(found != plans[0] for found in plans) or not plans[0]:
@@ -309,14 +347,21 @@ def flowing(out: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
-def candidates(model: nn.Module) -> list[str]:
-    """Return the innermost children of module lists that hold two layers or more."""
+def candidates(model: nn.Module, *, outermost: bool = False) -> list[str]:
+    """Return the innermost children of module lists that hold two layers or more.
+
+    Args:
+        model: the network.
+        outermost: return the outermost ones instead.
+    """
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             prefix = f"{name}." if name else ""
             inside = [prefix + child for child, part in module.named_children() if has_layers(part)]
             found += inside if len(inside) > 1 else []
+    if outermost:
+        return [a for a in found if not any(a.startswith(f"{b}.") for b in found)]
     return [a for a in found if not any(b.startswith(f"{a}.") for b in found)]
 
 
@@ -332,9 +377,15 @@ class _Call:
     others: Arguments | None = None  # None: a layer outside all blocks
 
 
-def _look(model: nn.Module, batch: Any, layers: Sequence[Layer]) -> list[Any]:
-    """Run a network once; return its rows as (blocks, uniform, layers outside), or nothing."""
-    names = candidates(model)
+def _look(model: nn.Module, batch: Any, layers: Sequence[Layer], names: Sequence[str]) -> list[Any]:
+    """Run a network once; return its rows as (blocks, uniform, layers outside), or nothing.
+
+    Args:
+        model: the network.
+        batch: what to run it on.
+        layers: its layers.
+        names: modules that may be blocks.
+    """
     inside = {n: any(n.startswith(f"{block}.") for block in names) for n in _all_names(layers)}
     if not names or any(len({inside[n] for n in layer.names}) > 1 for layer in layers):
         return []
@@ -484,6 +535,17 @@ def rows_of(value: Any, rows: slice, count: int) -> Any:
     if type(value) is dict:
         return {key: rows_of(part, rows, count) for key, part in value.items()}
     return value
+
+
+def shapes(value: Any) -> Hashable:
+    """Return the shapes of all tensors in tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, tuple | list):
+        return tuple(map(shapes, value))
+    if isinstance(value, Mapping):
+        return tuple((str(key), shapes(part)) for key, part in value.items())
+    return None
 
 
 def cast(value: Any, kind: torch.dtype) -> Any:

@@ -24,6 +24,7 @@ from lobs.calibration.blocks.base import (
     loaded,
     size,
     spilled,
+    version,
 )
 from lobs.layers.graph import TraceError, argument_names, arguments, device_of, trace
 
@@ -57,13 +58,13 @@ class _Steps:
         """Run one step on one side of one batch."""
         given = {n: loaded(values[n]) for n in node.all_input_nodes}
         before = {
-            n: v._version for n, v in given.items() if isinstance(v, Tensor) and v is not values[n]
+            n: version(v) for n, v in given.items() if isinstance(v, Tensor) and v is not values[n]
         }
         self.sides[side].env = given
         with user_code(f"running step '{node.name}' of the network"):
             out = self.sides[side].run_node(node)
         # A step may write into its input, and later steps must see that.
-        changed = {n: given[n] for n, version in before.items() if given[n]._version != version}
+        changed = {n: given[n] for n, old in before.items() if version(given[n]) != old}
         values.update({n: spilled(v, memory.Shelf()) for n, v in changed.items()})
         return out
 

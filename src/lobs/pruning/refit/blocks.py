@@ -5,16 +5,17 @@ Once a block's layers are solved, its kept weights, biases and norm gains move a
 block's inputs in the pruned network and must give what the dense block gives in the dense network.
 That also takes back errors of earlier blocks. It needs no labels.
 
-One sample in eight is held out and decides what stays (`descent`). A step sees no more samples than
-its number of free weights calls for: images have many positions, and a few of them suffice.
+One sample in eight is held out and decides what stays (`descent`). A step sees as many samples as
+its free weights need. Images give many outputs each, so a few images are enough.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,16 @@ from torch import Tensor, nn
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
 from lobs.layers import Layer
-from lobs.pruning.refit.descent import Free, Piece, Schedule, cut, descend, free_parameters
+from lobs.pruning.refit.descent import (
+    Free,
+    Piece,
+    Schedule,
+    cut,
+    descend,
+    fault_of,
+    free_parameters,
+    separable,
+)
 from lobs.pruning.refit.joint import JointRefit
 
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
@@ -61,8 +71,8 @@ class BlockRefits:
     @property
     def reason(self) -> str:
         """Return why nothing was tried; empty where some block was."""
-        reasons = {block.reason for block in self.blocks}
-        return "" if "" in reasons else next(iter(reasons), "")
+        reasons = [block.reason for block in self.blocks]
+        return "" if "" in reasons or not reasons else reasons[0]
 
     @property
     def steps(self) -> int:
@@ -71,7 +81,7 @@ class BlockRefits:
         return sum(block.moved for block in self.blocks) + later
 
     def __str__(self) -> str:
-        then = f"; then {self.whole}" if self.whole is not None else ""
+        then = "" if self.whole is None else f"; {self._then(self.whole)}"
         moved = [block for block in self.blocks if block.moved]
         if self.reason:
             return f"layer by layer ({self.reason}){then}"
@@ -79,32 +89,55 @@ class BlockRefits:
             return (
                 f"layer by layer: no block came nearer to the dense one on held-out samples{then}"
             )
-        ratio = math.exp(sum(math.log(b.after / b.before) for b in moved) / len(moved))
+        logs = [math.log(max(b.after / b.before, 1e-30)) for b in moved]
+        ratio = math.exp(sum(logs) / len(moved))
         return (
             f"block by block, {len(moved)} of {len(self.blocks)} blocks (squared distance from the "
             f"dense blocks × {ratio:.2f} on {moved[0].held_out:,} held-out samples){then}"
         )
 
+    @staticmethod
+    def _then(whole: JointRefit) -> str:
+        if whole.reason:
+            return f"not by the outputs ({whole.reason})"
+        moved = (
+            f"{whole.measure} {whole.before:.4g} → {whole.after:.4g} on {whole.held_out:,} "
+            "held-out samples"
+        )
+        if not whole.steps:
+            return f"a refit by the outputs did not help ({moved})"
+        return f"then all layers by the outputs, {whole.steps} epochs ({moved})"
+
 
 def refit_block(
-    block: Repeated, layers: Sequence[Layer], masks: Mapping[str, Tensor]
+    block: Repeated,
+    layers: Sequence[Layer],
+    masks: Mapping[str, Tensor],
+    shared: Collection[str] = (),
 ) -> BlockRefit:
-    """Refit one block in place; zeros and unpruned layers stay.
+    """Refit one block in place; zeros and layers that are not pruned stay.
 
     Args:
         block: the block, whose layers are solved.
         layers: its pruned layers.
         masks: True where a weight is kept, by parameter name.
+        shared: names of the block's parameters that are used elsewhere too, which stay.
     """
     work = copy.deepcopy(block.module).to(torch.float32)
-    free = free_parameters(work, layers, masks, f"{block.name}.")
+    free = free_parameters(work, layers, masks, f"{block.name}.", shared)
+    if not free:
+        return BlockRefit(block.name, reason="it has no layers to prune")
     distance = _BlockDistance(work, block.samples(), free)
-    if not free or not process_group().sum_numbers(float(len(distance.held)))[0]:
+    if not distance.held_energy:
         return BlockRefit(block.name, reason="no sample could be held out")
-    found = descend(work, free, distance, SCHEDULE, f"blocks of {block.name}")
-    if found.before == 0:
-        return BlockRefit(block.name, reason="its output is right already")
+    fault = fault_of(work, distance)
+    if fault:
+        return BlockRefit(block.name, reason=fault)
     own = dict(block.module.named_parameters())
+    kinds = {name: parameter.dtype for name, parameter in own.items()}
+    found = descend(work, free, distance, SCHEDULE, f"blocks of {block.name}", kinds)
+    if not 0 < found.before < math.inf:
+        return BlockRefit(block.name, reason=f"its deviation is {found.before:g}")
     for name, value in (found.weights or {}).items():
         own[name].data.copy_(value)
     return BlockRefit(block.name, found.before, found.after, found.epochs, found.held_out)
@@ -117,22 +150,23 @@ class _BlockDistance:
         self.samples = samples
         counts = [len(loaded(sample.inputs)) for sample in samples]
         energies = [float(loaded(s.wanted).double().square().sum()) for s in samples]
+        sizes = [sample.wanted_size for sample in samples]
         held = [sample.held_out for sample in samples]
         fit = sum(n for n, out in zip(counts, held, strict=True) if not out)
         group = process_group()
-        total, self._held_energy = group.sum_numbers(
-            float(fit), sum(e for e, out in zip(energies, held, strict=True) if out)
+        total, energy, size, self.held_energy = group.sum_numbers(
+            float(fit),
+            sum(energies),
+            float(sum(sizes)),
+            sum(e for e, out in zip(energies, held, strict=True) if out),
         )
         # Adam's steps do not depend on the loss's scale, as long as float32 holds the gradients.
-        self._scale = (
-            1 / max(energies[0] / loaded(samples[0].wanted).numel(), 1e-30) if samples else 1.0
-        )
+        self._scale = size / max(energy, 1e-30)
         even, enough = total / SCHEDULE.steps, _enough_rows(samples, free)
         self.rows = max(1, math.floor(min(even, enough) / group.size))
         self.steps = SCHEDULE.steps if enough < even else None
         pieces = [Piece(i, range(n)) for i, n in enumerate(counts)]
-        alone = bool(samples) and counts[0] > 1 and self._separable(work, pieces[0])
-        if all(group.all_gather(alone or not samples or counts[0] == 1)):
+        if all(group.all_gather(self._separable(work, pieces))):
             pieces = cut(pieces, self.rows)
         self.fit: Sequence[Piece] = [p for p in pieces if not samples[p.sample].held_out]
         self.held: Sequence[Piece] = [p for p in pieces if samples[p.sample].held_out]
@@ -146,7 +180,7 @@ class _BlockDistance:
         """See `Objective`."""
         far = sum(float(self._squared(work, piece)) for piece in self.held)
         (far,) = process_group().sum_numbers(far)
-        return far / self._held_energy if self._held_energy else 0.0
+        return far / self.held_energy if self.held_energy else 0.0
 
     def _squared(self, work: nn.Module, piece: Piece) -> Tensor:
         sample = self.samples[piece.sample]
@@ -158,15 +192,10 @@ class _BlockDistance:
         far: Tensor = (out - wanted[rows].to(torch.float32)).square().sum()
         return far
 
-    @torch.no_grad()
-    def _separable(self, work: nn.Module, whole: Piece) -> bool:
-        """Return whether the block gives for single rows what it gives for them in a batch."""
-        rows = [Piece(0, range(row, row + 1)) for row in whole.rows]
-        try:
-            alone = sum(float(self._squared(work, row)) for row in rows)
-        except Exception:  # the user's block may refuse a single row in any way
-            return False
-        return math.isclose(alone, float(self._squared(work, whole)), rel_tol=1e-3)
+    def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
+        """Return whether rows are independent in one sample of every form."""
+        forms = {self.samples[piece.sample].form: piece for piece in pieces}
+        return all(separable(partial(self._squared, work), piece) for piece in forms.values())
 
 
 def _enough_rows(samples: Sequence[Sample], free: Free) -> float:

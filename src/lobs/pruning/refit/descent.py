@@ -8,7 +8,7 @@ weights of the best epoch stay, and if none comes nearer to the dense output, no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.layers import Layer
+from lobs.layers.discovery import as_layer
+from lobs.pruning.refit.joint import kept_entries
 
 
 @dataclass(frozen=True)
@@ -76,33 +78,86 @@ class Descent:
 
 
 def free_parameters(
-    work: nn.Module, layers: Sequence[Layer], masks: Mapping[str, Tensor], prefix: str = ""
+    work: nn.Module,
+    layers: Sequence[Layer],
+    masks: Mapping[str, Tensor],
+    prefix: str = "",
+    shared: Collection[str] = (),
 ) -> Free:
     """Return the parameters that may move, each with its mask; all others are frozen.
 
-    Those are kept weights, and vectors such as biases and norm gains.
+    Those are the kept weights and the biases of these layers, and vectors that belong to no layer,
+    such as norm gains.
 
     Args:
         work: the module.
         layers: its pruned layers.
         masks: True where a weight is kept, by parameter name.
         prefix: what the names of the module's parameters begin with in the network.
+        shared: names of parameters that are used elsewhere too, which stay.
     """
-    pruned = {name.removeprefix(prefix) for layer in layers for name in layer.parameters()}
+    chosen = {
+        name.removeprefix(prefix): mask.to(torch.bool)
+        for name, mask in kept_entries(layers, masks).items()
+    }
     found: Free = []
     for name, parameter in work.named_parameters():
-        moves = name in pruned or parameter.dim() == 1
+        owner = work.get_submodule(name.rpartition(".")[0])
+        alone = parameter.dim() == 1 and as_layer("", owner) is None
+        moves = (name in chosen or alone) and name not in shared
         parameter.requires_grad_(moves)
         if moves:
-            mask = masks.get(prefix + name)
+            mask = chosen.get(name)
             found.append((name, parameter, None if mask is None else mask.to(parameter.device)))
     return found
 
 
+def fault_of(work: nn.Module, objective: Objective) -> str:
+    """Return why a module cannot be refitted; empty where a first step is possible.
+
+    All processes get the same answer.
+    """
+    fault = ""
+    try:
+        with torch.enable_grad():
+            for piece in objective.fit[:1]:
+                objective.loss(work, piece).backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # the user's code may fail in any way
+        fault = f"it cannot be differentiated: {' '.join(str(error).split())[:150]}"
+    work.zero_grad(set_to_none=True)
+    return next((word for word in process_group().all_gather(fault) if word), "")
+
+
+@torch.no_grad()
+def separable(far: Callable[[Piece], Tensor], whole: Piece) -> bool:
+    """Return whether a module gives for a part of a batch what it gives for it in the whole.
+
+    Args:
+        far: the distance of a piece from the dense output.
+        whole: all rows of a sample.
+    """
+    if len(whole.rows) < 2:
+        return True
+    parts = [Piece(whole.sample, whole.rows[:1]), Piece(whole.sample, whole.rows[1:])]
+    try:
+        return math.isclose(
+            sum(float(far(part)) for part in parts), float(far(whole)), rel_tol=1e-3
+        )
+    except Exception:  # the user's code may refuse a part in any way
+        return False
+
+
 def descend(
-    work: nn.Module, free: Free, objective: Objective, schedule: Schedule, label: str
+    work: nn.Module,
+    free: Free,
+    objective: Objective,
+    schedule: Schedule,
+    label: str,
+    kinds: Mapping[str, torch.dtype],
 ) -> Descent:
     """Move the free parameters, and return the weights that are best on held-out samples.
+
+    Weights are judged as they will be stored, rounded to their own type.
 
     Args:
         work: the module in float32, which is changed.
@@ -110,6 +165,7 @@ def descend(
         objective: the distance.
         schedule: how long.
         label: what the progress display says.
+        kinds: the type of every parameter where it is stored.
     """
     group = process_group()
     before = best = objective.distance(work)
@@ -119,11 +175,16 @@ def descend(
     chosen, epochs = None, 0
     with track(label, schedule.epochs * schedule.steps) as advance:
         for epoch in _adam(work, free, objective, schedule, schedule.rate * math.sqrt(before)):
+            exact = {name: parameter.detach().clone() for name, parameter, _ in free}
+            for name, parameter, _ in free:
+                parameter.data.copy_(exact[name].to(kinds[name]))
             now = objective.distance(work)
             advance(schedule.steps)
             if now < best:
                 best, epochs = now, epoch
                 chosen = {name: parameter.detach().clone() for name, parameter, _ in free}
+            for name, parameter, _ in free:
+                parameter.data.copy_(exact[name])
     if chosen is not None:
         group.broadcast(*chosen.values())  # so that all processes have the same bits
     return Descent(chosen, before, best, epochs, rows)

@@ -142,7 +142,7 @@ def refit_jointly(
         madds: multiply-adds of one sample.
         work: multiply-adds that may be spent in all; None for no limit.
     """
-    free = _free(layers, masks)
+    free = kept_entries(layers, masks)
     kind = next(
         (
             t.dtype
@@ -235,7 +235,7 @@ def _little(batch: Any) -> Any:
     return batch if x is None else x[:_TRIAL_SAMPLES]
 
 
-def _free(layers: Sequence[Layer], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def kept_entries(layers: Sequence[Layer], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return which entries of which parameters may move: those of these layers that are kept."""
     free: dict[str, Tensor] = {}
     for layer in layers:

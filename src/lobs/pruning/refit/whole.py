@@ -19,10 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
-from lobs.calibration.blocks import cast, rows_of
+from lobs.calibration.blocks import cast, rows_of, shapes
 from lobs.calibration.forward import batch_size, call, evaluating, main_output
 from lobs.layers import Layer
-from lobs.pruning.refit.descent import Piece, Schedule, cut, descend, free_parameters
+from lobs.pruning.refit.descent import (
+    Piece,
+    Schedule,
+    cut,
+    descend,
+    fault_of,
+    free_parameters,
+    separable,
+)
 from lobs.pruning.refit.joint import JointRefit
 from lobs.pruning.refit.split import KEPT_BACK
 
@@ -36,7 +44,7 @@ def refit_outputs(
     layers: Sequence[Layer],
     masks: Mapping[str, Tensor],
 ) -> JointRefit:
-    """Refit the kept weights of a network in place; zeros and unpruned layers stay.
+    """Refit the kept weights of a network in place; zeros and layers that are not pruned stay.
 
     Args:
         model: the pruned network.
@@ -51,8 +59,14 @@ def refit_outputs(
         distance = _OutputDistance(work, dense, list(batches))
         if not process_group().sum_numbers(float(len(distance.held)))[0]:
             return JointRefit(reason="no sample could be held out")
-        found = descend(work, free, distance, SCHEDULE, "refit")
-    own = dict(model.named_parameters())
+        fault = fault_of(work, distance)
+        if fault:
+            return JointRefit(reason=fault)
+        own = dict(model.named_parameters())
+        kinds = {name: parameter.dtype for name, parameter in own.items()}
+        found = descend(work, free, distance, SCHEDULE, "refit", kinds)
+    if not math.isfinite(found.before):
+        return JointRefit(reason=f"the {distance.measure} is {found.before:g}")
     for name, value in (found.weights or {}).items():
         own[name].data.copy_(value)
     return JointRefit(
@@ -68,19 +82,19 @@ class _OutputDistance:
         self.measure = self._measure()
         group, counts = process_group(), [batch_size(batch) for batch in batches]
         numbers = group.all_gather(len(batches))
-        first, many = sum(numbers[: group.rank]), sum(numbers) >= KEPT_BACK
+        total, first = sum(numbers), sum(numbers[: group.rank])
         whole = [Piece(i, range(n)) for i, n in enumerate(counts)]
-        alone = bool(whole) and counts[0] > 1 and self._separable(work, whole[0])
-        together = not all(group.all_gather(alone or not whole or counts[0] == 1))
+        together = not all(group.all_gather(self._separable(work, whole)))
         fit, held = list[Piece](), list[Piece]()
         for number, (piece, n) in enumerate(zip(whole, counts, strict=True), start=first):
-            edge = n if together or n < KEPT_BACK else n - n // KEPT_BACK
-            if many:
-                edge = 0 if number % KEPT_BACK == KEPT_BACK - 1 else n
+            every = KEPT_BACK if total >= KEPT_BACK else max(2, total)
+            edge = 0 if number % every == every - 1 else n
+            if total < KEPT_BACK and not together and n >= KEPT_BACK:
+                edge = n - n // KEPT_BACK
             fit += [Piece(piece.sample, range(edge))] if edge else []
             held += [Piece(piece.sample, range(edge, n))] if edge < n else []
-        (total,) = group.sum_numbers(float(sum(len(piece.rows) for piece in fit)))
-        self.rows = max(1, math.floor(total / SCHEDULE.steps / group.size))
+        (rows,) = group.sum_numbers(float(sum(len(piece.rows) for piece in fit)))
+        self.rows = max(1, math.floor(rows / SCHEDULE.steps / group.size))
         self.steps: int | None = None
         self.fit: Sequence[Piece] = fit if together else cut(fit, self.rows)
         self.held: Sequence[Piece] = held if together else cut(held, self.rows)
@@ -119,15 +133,12 @@ class _OutputDistance:
         found = process_group().all_gather(own)
         return _KL if all(x for some in found for x in some) else _SQUARED
 
-    @torch.no_grad()
-    def _separable(self, work: nn.Module, whole: Piece) -> bool:
-        """Return whether the network gives for single rows what it gives for them in a batch."""
-        try:
-            parts = [self._far(work, Piece(0, range(row, row + 1))) for row in whole.rows]
-            far, _ = self._far(work, whole)
-        except Exception:  # the user's network may refuse a single row in any way
-            return False
-        return math.isclose(sum(float(a) for a, _ in parts), float(far), rel_tol=1e-3)
+    def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
+        """Return whether rows are independent in one batch of every form."""
+        forms = {shapes(self.batches[piece.sample]): piece for piece in pieces}
+        return all(
+            separable(lambda part: self._far(work, part)[0], piece) for piece in forms.values()
+        )
 
 
 _KL = "mean KL divergence"
