@@ -299,6 +299,17 @@ def test_a_first_sample_of_zeros_does_not_stop_the_refit():
     assert first.settings["refit"].startswith("block by block, 3 of 3")
 
 
+def test_a_forecast_names_the_refit_of_blocks(monkeypatch):
+    monkeypatch.setattr("lobs.pruning.forecast.WORK", 1.0)
+    for refit, stages in (
+        ("layers", set()),
+        ("blocks", {"refit blocks"}),
+        ("network", {"refit blocks", "refit network"}),
+    ):
+        ahead = lobs.forecast(tower(), data(), keep=0.4, refit=refit)
+        assert {s.name for s in ahead.stages if s.name.startswith("refit")} == stages
+
+
 def test_a_network_without_blocks_is_one_block():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).eval()

@@ -133,6 +133,19 @@ def test_files_without_weights_are_copied_and_links_are_not(tmp_path):
     assert (small / "tokenizer.model").read_bytes() == b"\0\1"
 
 
+def test_links_of_a_hugging_face_cache_are_followed_and_others_are_not(tmp_path):
+    blobs, snapshot = tmp_path / "models" / "blobs", tmp_path / "models" / "snapshots" / "abc"
+    for made in (blobs, snapshot, tmp_path / "out"):
+        made.mkdir(parents=True)
+    (blobs / "123").write_text("{}")
+    (tmp_path / "secret").write_text("private")
+    (snapshot / "config.json").symlink_to(blobs / "123")
+    (snapshot / "notes.txt").symlink_to(tmp_path / "secret")
+    assert copy_others(snapshot, tmp_path / "out") == ["notes.txt"]
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert not (tmp_path / "out" / "config.json").is_symlink()
+
+
 def test_the_output_may_not_be_the_source_a_link_or_in_use(tmp_path):
     big = folder(tmp_path / "big")
     (tmp_path / "link").symlink_to(big)

@@ -23,7 +23,7 @@ from lobs.layers import Layer
 from lobs.pruning.finished import FinishedLayer
 from lobs.pruning.forecast import solving_bytes
 from lobs.pruning.options import Execution, Numerics
-from lobs.pruning.refit.blocks import BlockRefit, refit_block
+from lobs.pruning.refit.blocks import WORK_BYTES, BlockRefit, refit_block
 from lobs.pruning.result import LayerResult
 from lobs.solvers import solve
 from lobs.solvers.checks import check_finite
@@ -33,7 +33,6 @@ from lobs.storage.run_store import RunStore
 from lobs.storage.shards import Shards, copy_others, write_index, write_shard
 from lobs.targets import Target, for_layer
 
-_REFIT_BYTES = 20  # of every weight of a block that is refitted: copy, gradient, Adam's two, best
 _SLACK, _MARGIN = 1.02, 1.05  # relative error of the need, and what a message adds to it
 
 
@@ -69,7 +68,7 @@ class Need:
         widest = max(needs, key=lambda name: needs[name])
         refit = 0
         if asked.refit == "blocks":
-            refit = max(sum(p.numel() for p in m.parameters()) for m in modules) * _REFIT_BYTES
+            refit = max(sum(p.numel() for p in m.parameters()) for m in modules) * WORK_BYTES
         starts = tuple(f"{block}." for block in skeleton.blocks)
         entries = skeleton.shards.entries
         largest = max((e.bytes for n, e in entries.items() if not n.startswith(starts)), default=0)

@@ -19,6 +19,7 @@ from lobs.errors import LobsError
 from lobs.layers import Layer
 from lobs.pruning.probe import Probe, probed
 from lobs.pruning.refit.blocks import SCHEDULE as BLOCKS
+from lobs.pruning.refit.blocks import WORK_BYTES
 from lobs.pruning.refit.gauss_newton import PASSES
 from lobs.pruning.refit.joint import WORK, Refit, affordable, effort
 from lobs.pruning.refit.split import SMALL
@@ -175,13 +176,20 @@ def forecast(
         limit=limit,
         room=room,
         fixed=fixed,
-        peak=fixed + max(needs[widest], together),
+        peak=fixed + max(needs[widest], together, _refit_bytes(model, load)),
         spilled=sum(map(moment_bytes, layers)) if limit is not None and moments else 0,
         widest=widest,
         widest_bytes=needs[widest],
         groups=tuple(tuple(layer.name for layer in group) for group in groups),
         stages=tuple(_stages(model, layers, solver, load, probe, len(groups))),
     )
+
+
+def _refit_bytes(model: nn.Module, load: Workload) -> int:
+    """Return the bytes that refitting the largest block takes, where blocks were asked for."""
+    blocks = candidates(model) if load.refit == "blocks" else []
+    sizes = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
+    return WORK_BYTES * max(sizes, default=0)
 
 
 def _layer_bytes(layers: Sequence[Layer], solver: Solver, load: Workload) -> dict[str, int]:

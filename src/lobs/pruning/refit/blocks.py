@@ -37,6 +37,7 @@ from lobs.pruning.refit.joint import JointRefit
 
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
+WORK_BYTES = 24  # of every weight of a block: copy, gradient, Adam's two averages, exact and best
 _FEWEST_ROWS = 4  # of one step, where there are more
 
 
