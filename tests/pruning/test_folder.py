@@ -150,13 +150,16 @@ def refused(work, *words):
 
 
 @pytest.mark.parametrize("build", [Decoder, Own])
-@pytest.mark.parametrize("refit", ["layers", "blocks"])
-def test_the_bits_are_those_of_a_run_in_memory(tmp_path, build, refit):
+@pytest.mark.parametrize(
+    ("refit", "number", "rows"), [("layers", 8, 6), ("blocks", 8, 6), ("blocks", 3, 16)]
+)
+def test_the_bits_are_those_of_a_run_in_memory(tmp_path, build, refit, number, rows):
     dense = written(tmp_path / "big", build)
-    result = pruned(tmp_path, build, refit=refit, batches=data(8))
+    batches = [torch.cat([x] * 3)[:rows] for x in data(number)]
+    result = pruned(tmp_path, build, refit=refit, batches=batches)
     whole = lobs.prune(
         dense,
-        data(8),
+        batches,
         Sparsity(0.5, scope="layer"),
         layers=[layer.name for layer in result.layers],
         refit=refit,

@@ -13,18 +13,11 @@ from typing import Any
 from torch import nn
 
 from lobs._system.distributed import process_group
+from lobs.calibration.blocks.arguments import cast, flowing, rows_of, shapes
 from lobs.calibration.blocks.base import Block, LayerPair, layers_of, loaded
-from lobs.calibration.blocks.repeated import (
-    Repeated,
-    Sample,
-    candidates,
-    cast,
-    flowing,
-    repeated_blocks,
-    rows_of,
-    shapes,
-)
+from lobs.calibration.blocks.repeated import Repeated, Sample, repeated_blocks
 from lobs.calibration.blocks.rerun import Rerun
+from lobs.calibration.blocks.rows import candidates
 from lobs.calibration.blocks.traced import given_names, traced_steps
 from lobs.calibration.forward import evaluating
 

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from lobs._system import memory
 from lobs.calibration.batches import user_code
+from lobs.calibration.blocks.arguments import Arguments, flowing
 from lobs.calibration.blocks.base import StopRun
-from lobs.calibration.blocks.repeated import Arguments, Repeated, Row, Streams, captured, flowing
+from lobs.calibration.blocks.repeated import Repeated, Streams
+from lobs.calibration.blocks.rows import Row, captured
 from lobs.calibration.blocks.skeleton import Skeleton, same_form
 from lobs.calibration.forward import call
 from lobs.errors import CalibrationError
@@ -89,8 +91,12 @@ class FolderBlocks:
         model, limit = self.skeleton.model, memory.limit()
         self.streams = FolderStreams((model, model), self.batches, self.row, self.hold_out)
         left = None if limit is None else max(0, limit - reserved)
+        if self.hold_out:  # the first block tells whether a batch can be cut
+            first = self.skeleton.filled(self.row.blocks[0])
+            self.streams.pair = first, first
         with memory.limited(left), self.skeleton.running(self._pass):
             self.streams.start()
+        self.drop()
         # Both networks are still the same one, so their blocks are called with the same.
         self.streams.arguments[1] = self.streams.arguments[0]
 

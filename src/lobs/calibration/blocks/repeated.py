@@ -5,16 +5,14 @@ block, whose arguments (masks, positions, rotary embeddings) are captured. From 
 runs by itself on the activations that the block before it gave. The cost is linear in depth,
 whether the network can be traced or not.
 
-A row of blocks ends where something else happens between two blocks, such as a skip connection
-over them. The next row then starts with a run of the network. Layers outside all blocks are
+A second row of blocks starts with another run of the network. Layers outside all blocks are
 reached by running the network, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,12 +23,12 @@ from torch import Tensor, nn
 from lobs._system import memory
 from lobs._system.distributed import process_group
 from lobs.calibration.batches import user_code
+from lobs.calibration.blocks.arguments import Arguments, flowing, shapes
 from lobs.calibration.blocks.base import (
     Block,
     Inputs,
     LayerPair,
     Run,
-    StopRun,
     allowed_in_memory,
     inputs_of,
     loaded,
@@ -39,68 +37,11 @@ from lobs.calibration.blocks.base import (
     version,
 )
 from lobs.calibration.blocks.rerun import Rerun
-from lobs.calibration.forward import call, length
-from lobs.layers import Layer, watching
-from lobs.layers.discovery import is_plain_layer
-from lobs.layers.hooks import Removable, after_forward, before_forward
+from lobs.calibration.blocks.rows import Row, candidates, captured, look
+from lobs.calibration.forward import length
+from lobs.layers import watching
 
-# A block that runs again must not add to a cache of keys and values.
-_CACHES = {
-    "past_key_values": None,
-    "past_key_value": None,
-    "layer_past": None,
-    "use_cache": False,
-}
 KEPT_BACK = 8
-_HIDDEN = object()  # stands in captured arguments where the activations stood
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of one call of a block, without the activations that flow through it."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, Arguments]:
-        """Split a call's arguments into the activations, which come first, and all others."""
-        if args:
-            first, rest = args[0], cls((_HIDDEN, *args[1:]), dict(kwargs))
-        else:
-            key = next(iter(kwargs), "")
-            first, rest = kwargs.get(key), cls((), {**kwargs, key: _HIDDEN})
-        kwargs = {key: _CACHES.get(key, value) for key, value in rest.kwargs.items()}
-        plain = tuple(None if _is_cache(value) else value for value in rest.args)
-        return (first if isinstance(first, Tensor) else None), cls(plain, kwargs)
-
-    def run(self, module: nn.Module, x: Tensor) -> Any:
-        """Run a module on activations with these arguments."""
-        args = [x if value is _HIDDEN else value for value in self.args]
-        return module(*args, **{k: x if v is _HIDDEN else v for k, v in self.kwargs.items()})
-
-    def rows(self, rows: slice, count: int) -> Arguments:
-        """Return the arguments of some samples of a batch of `count`."""
-        cut = partial(rows_of, rows=rows, count=count)
-        return Arguments(tuple(map(cut, self.args)), {k: cut(v) for k, v in self.kwargs.items()})
-
-    def to(self, kind: torch.dtype) -> Arguments:
-        """Return the arguments with floating-point tensors in another type."""
-        args, kwargs = cast(self.args, kind), cast(dict(self.kwargs), kind)
-        return Arguments(args, kwargs)
-
-    def same(self, other: Arguments, equal: Any = None) -> bool:
-        """Return whether all values are the same objects, or equal by a function for tensors."""
-        own = (self.args, *self.kwargs.items())
-        return _same(own, (other.args, *other.kwargs.items()), equal)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Blocks that feed each other; `uniform` if all get the first one's other arguments."""
-
-    blocks: list[str]
-    uniform: bool
 
 
 @dataclass
@@ -320,9 +261,9 @@ def repeated_blocks(
         if batch is not None:
             own = [before for before, _ in layers]
             inner, outer = candidates(dense), candidates(dense, outermost=True)
-            plan = _look(dense, batch, own, inner)
+            plan = look(dense, batch, own, inner)
             if not plan and outer != inner:
-                plan = _look(dense, batch, own, outer)
+                plan = look(dense, batch, own, outer)
     # A process without data follows the others.
     plans = [found for found in process_group().all_gather(plan) if found is not None]
     if not plans or any(found != plans[0] for found in plans) or not plans[0]:
@@ -339,232 +280,3 @@ def repeated_blocks(
             for block in blocks
         ]
     return made
-
-
-def flowing(out: Any) -> Tensor | None:
-    """Return the activations that a block's output passes on: a tensor, or the first of several."""
-    first = out[0] if isinstance(out, tuple | list) and out else out
-    return first if isinstance(first, Tensor) else None
-
-
-def candidates(model: nn.Module, *, outermost: bool = False) -> list[str]:
-    """Return the innermost children of module lists that hold two layers or more.
-
-    Args:
-        model: the network.
-        outermost: return the outermost ones instead.
-    """
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            prefix = f"{name}." if name else ""
-            inside = [prefix + child for child, part in module.named_children() if has_layers(part)]
-            found += inside if len(inside) > 1 else []
-    if outermost:
-        return [a for a in found if not any(a.startswith(f"{b}.") for b in found)]
-    return [a for a in found if not any(b.startswith(f"{a}.") for b in found)]
-
-
-def has_layers(module: nn.Module) -> bool:
-    """Return whether a module holds two layers or more."""
-    return sum(map(is_plain_layer, module.modules())) > 1
-
-
-@dataclass(frozen=True)
-class _Call:
-    name: str
-    x: Tensor | None = None
-    others: Arguments | None = None  # None: a layer outside all blocks
-
-
-def _look(model: nn.Module, batch: Any, layers: Sequence[Layer], names: Sequence[str]) -> list[Any]:
-    """Run a network once; return its rows as (blocks, uniform, layers outside), or nothing.
-
-    Args:
-        model: the network.
-        batch: what to run it on.
-        layers: its layers.
-        names: modules that may be blocks.
-    """
-    inside = {n: any(n.startswith(f"{block}.") for block in names) for n in _all_names(layers)}
-    if not names or any(len({inside[n] for n in layer.names}) > 1 for layer in layers):
-        return []
-    if any(layer.tied and inside[layer.name] for layer in layers):
-        return []
-    outside = [layer for layer in layers if not inside[layer.name]]
-    calls, outs = _watched(model, batch, names, outside)
-    run = [c.name for c in calls if c.others is not None]
-    if sorted(run) != sorted(names):  # a block that runs twice, or not at all
-        return []
-    plan: list[tuple[list[str], bool, list[str]]] = []
-    first: Arguments | None = None
-    before: _Call | None = None
-    for now in calls:
-        if now.others is None:
-            if before is not None and before.others is None:
-                plan[-1][2].append(now.name)
-            else:
-                plan.append(([], True, [now.name]))
-        elif now.x is None or outs[now.name] is None:
-            return []
-        elif before is not None and outs.get(before.name) is now.x and first is not None:
-            blocks, uniform, _ = plan[-1]
-            plan[-1] = ([*blocks, now.name], uniform and first.same(now.others), [])
-        else:
-            plan.append(([now.name], True, []))
-            first = now.others
-        before = now
-    rows = [blocks for blocks, _, _ in plan if blocks]
-    if 2 * len(rows) > len(names):
-        return []
-    if not all(_repeats(model, blocks, calls, outs) for blocks in rows):
-        return []
-    if not all(uniform for _, uniform, _ in plan) and not _steady(model, batch, names, calls):
-        return []
-    return [list(item) for item in plan]
-
-
-def _repeats(
-    model: nn.Module,
-    blocks: Sequence[str],
-    calls: Sequence[_Call],
-    outs: Mapping[str, Tensor | None],
-) -> bool:
-    """Return whether a row of blocks, run one by one, gives what it gave in the network."""
-    called = {c.name: c for c in calls}
-    x = called[blocks[0]].x
-    for name in blocks:
-        others = called[name].others
-        if x is None or others is None:
-            return False
-        x = flowing(others.run(model.get_submodule(name), x.clone()))
-    wanted = outs[blocks[-1]]
-    return x is not None and wanted is not None and torch.allclose(x, wanted, 1e-2, 1e-4)
-
-
-def _all_names(layers: Sequence[Layer]) -> list[str]:
-    return [name for layer in layers for name in layer.names]
-
-
-def _watched(
-    model: nn.Module,
-    batch: Any,
-    names: Sequence[str],
-    outside: Sequence[Layer],
-    change: float = 1.0,
-) -> tuple[list[_Call], dict[str, Tensor | None]]:
-    """Return the calls of blocks and of layers outside them, in order, and the blocks' outputs.
-
-    Every output is multiplied by `change`.
-    """
-    calls: list[_Call] = []
-    outs: dict[str, Tensor | None] = {}
-
-    def enter(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        calls.append(_Call(name, *Arguments.of(args, kwargs)))
-
-    def leave(name: str, _module: nn.Module, _args: Any, out: Any) -> Any:
-        outs[name] = x = flowing(out)
-        if change == 1.0 or x is None:
-            return None
-        moved = x * change
-        return moved if isinstance(out, Tensor) else type(out)((moved, *out[1:]))
-
-    def note(name: str, _x: Tensor) -> None:
-        if not any(c.name == name for c in calls):
-            calls.append(_Call(name))
-
-    def hooks() -> Iterator[Removable]:
-        for name in names:
-            module = model.get_submodule(name)
-            yield before_forward(module, partial(enter, name), with_kwargs=True)
-            yield after_forward(module, partial(leave, name))
-        for layer in outside:
-            yield layer.on_input(partial(note, layer.name))
-
-    with watching(hooks()):
-        call(model, batch)
-    return calls, outs
-
-
-def _steady(model: nn.Module, batch: Any, names: Sequence[str], calls: Sequence[_Call]) -> bool:
-    """Return whether the blocks' other arguments stay when the activations change."""
-    moved, _ = _watched(model, batch, names, [], change=1.01)
-    found = {c.name: c.others for c in moved}
-    return all(
-        c.others is None or (c.name in found and c.others.same(found[c.name], torch.equal))  # type: ignore[arg-type]
-        for c in calls
-    )
-
-
-def captured(model: nn.Module, batch: Any, row: Row) -> tuple[Tensor, dict[str, Arguments]]:
-    """Run a network up to a row of blocks; return its input and the blocks' other arguments."""
-    start: list[Tensor] = []
-    found: dict[str, Arguments] = {}
-    wanted = row.blocks[:1] if row.uniform else row.blocks
-
-    def enter(name: str, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        x, found[name] = Arguments.of(args, kwargs)
-        if name == row.blocks[0] and x is not None:
-            start.append(x.detach().clone())
-        if name == wanted[-1]:
-            raise StopRun
-
-    with (
-        watching(
-            before_forward(model.get_submodule(n), partial(enter, n), with_kwargs=True)
-            for n in wanted
-        ),
-        suppress(StopRun),
-    ):
-        call(model, batch)
-    return start[0], {name: found.get(name, found[row.blocks[0]]) for name in row.blocks}
-
-
-def _is_cache(value: Any) -> bool:
-    """Return whether a positional argument is a cache as transformers makes them."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
-
-
-def rows_of(value: Any, rows: slice, count: int) -> Any:
-    """Cut tensors whose first dimension is the batch, also inside tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return value[rows] if value.dim() and len(value) == count > 1 else value
-    if type(value) in (tuple, list):
-        return type(value)(rows_of(part, rows, count) for part in value)
-    if type(value) is dict:
-        return {key: rows_of(part, rows, count) for key, part in value.items()}
-    return value
-
-
-def shapes(value: Any) -> Hashable:
-    """Return the shapes of all tensors in tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape)
-    if isinstance(value, tuple | list):
-        return tuple(map(shapes, value))
-    if isinstance(value, Mapping):
-        return tuple((str(key), shapes(part)) for key, part in value.items())
-    return None
-
-
-def cast(value: Any, kind: torch.dtype) -> Any:
-    """Cast floating-point tensors, also inside tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return value.to(kind) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(cast(part, kind) for part in value)
-    if type(value) is dict:
-        return {key: cast(part, kind) for key, part in value.items()}
-    return value
-
-
-def _same(a: Any, b: Any, equal: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        both = isinstance(a, Tensor) and isinstance(b, Tensor)
-        return both and equal is not None and a.shape == b.shape and bool(equal(a, b))
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(_same(x, y, equal) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and isinstance(a, str | int | float | bool) and a == b

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.base import StopRun
-from lobs.calibration.blocks.repeated import has_layers
+from lobs.calibration.blocks.rows import has_layers
 from lobs.errors import LobsError, UnsupportedLayerError
 from lobs.layers import Layer, find_layers, watching
 from lobs.layers.hooks import before_forward
