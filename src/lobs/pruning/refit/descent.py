@@ -1,14 +1,14 @@
 """Move the kept weights of a module by Adam, judged on held-out samples.
 
 The steps are Adam's (Kingma and Ba 2015) on a copy in float32. A weight's step is relative to the
-typical size of its tensor's survivors. After every epoch the held-out distance is measured. The
-weights of the best epoch stay, and if none comes nearer to the dense output, nothing moves.
+typical size of its tensor's survivors. After every epoch the held-out distance is measured. An
+epoch that leads away from the dense output is undone, and the next one takes shorter steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,12 +32,14 @@ class Schedule:
         rate: first step, relative to the root mean square of a tensor's survivors and to the
             square root of the first distance. A half cosine leads from there to zero.
         betas: decay rates of Adam's averages.
+        shorter: factor on the steps after an epoch that led away. That epoch is undone.
     """
 
     epochs: int
     steps: int
     rate: float
     betas: tuple[float, float] = (0.9, 0.99)
+    shorter: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -172,55 +174,84 @@ def descend(
     rows = round(group.sum_numbers(float(sum(len(p.rows) for p in objective.held)))[0])
     if not 0 < before < math.inf:
         return Descent(None, before, before, 0, rows)
-    chosen, epochs = None, 0
+    best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
+    adam, epochs = _Adam(work, free, objective, schedule, math.sqrt(before)), 0
     with track(label, schedule.epochs * schedule.steps) as advance:
-        for epoch in _adam(work, free, objective, schedule, schedule.rate * math.sqrt(before)):
+        for epoch in range(schedule.epochs):
+            adam.epoch(epoch)
             exact = {name: parameter.detach().clone() for name, parameter, _ in free}
             for name, parameter, _ in free:
                 parameter.data.copy_(exact[name].to(kinds[name]))
             now = objective.distance(work)
             advance(schedule.steps)
             if now < best:
-                best, epochs = now, epoch
-                chosen = {name: parameter.detach().clone() for name, parameter, _ in free}
+                best, epochs = now, epoch + 1
+                best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
+            else:
+                exact = best_at
+                adam.restart()
             for name, parameter, _ in free:
                 parameter.data.copy_(exact[name])
-    if chosen is not None:
-        group.broadcast(*chosen.values())  # so that all processes have the same bits
-    return Descent(chosen, before, best, epochs, rows)
+    if epochs:
+        group.broadcast(*best_at.values())  # so that all processes have the same bits
+    return Descent(best_at if epochs else None, before, best, epochs, rows)
 
 
-def _adam(
-    work: nn.Module, free: Free, objective: Objective, schedule: Schedule, rate: float
-) -> Iterator[int]:
-    """Take one epoch of steps after another; yield the number of epochs done."""
-    group = process_group()
-    rates = [rate * _typical(parameter, mask) for _, parameter, mask in free]
-    optimizer = torch.optim.Adam(
-        [{"params": [p], "lr": rate} for (_, p, _), rate in zip(free, rates, strict=True)],
-        betas=schedule.betas,
-    )
-    generator = torch.Generator().manual_seed(0)
-    fit, done = objective.fit, 0
-    for epoch in range(schedule.epochs):
-        order = [fit[i] for i in torch.randperm(len(fit), generator=generator)]
+class _Adam:
+    """Adam on the free parameters, epoch by epoch.
+
+    Args:
+        work: the module.
+        free: its free parameters.
+        objective: the distance.
+        schedule: how long.
+        size: what the first step is relative to, beside the parameters.
+    """
+
+    def __init__(
+        self, work: nn.Module, free: Free, objective: Objective, schedule: Schedule, size: float
+    ) -> None:
+        self.work, self.free, self.objective, self.schedule = work, free, objective, schedule
+        self.rates = [schedule.rate * size * _typical(p, mask) for _, p, mask in free]
+        self.generator = torch.Generator().manual_seed(0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.optimizer = torch.optim.Adam(
+            [{"params": [p], "lr": r} for (_, p, _), r in zip(self.free, self.rates, strict=True)],
+            betas=self.schedule.betas,
+        )
+
+    def restart(self) -> None:
+        """Begin again with smaller steps: the last ones led away."""
+        self.rates = [rate * self.schedule.shorter for rate in self.rates]
+        self._begin()
+
+    def epoch(self, number: int) -> None:
+        """Take the steps of one epoch."""
+        group, fit, objective = process_group(), self.objective.fit, self.objective
+        order = [fit[i] for i in torch.randperm(len(fit), generator=self.generator)]
         steps = _joined(order, objective.rows)[: objective.steps]
-        number = max(group.all_gather(len(steps)))
-        for index in range(number):
-            _set_rate(optimizer, rates, done / (schedule.epochs * number))
-            optimizer.zero_grad(set_to_none=True)
+        many = max(group.all_gather(len(steps)))
+        for index in range(many):
+            self._set_rate((number + index / many) / self.schedule.epochs)
+            self.optimizer.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 for piece in steps[index] if index < len(steps) else ():
-                    objective.loss(work, piece).backward()  # type: ignore[no-untyped-call]
-            for _, parameter, mask in free:
+                    objective.loss(self.work, piece).backward()  # type: ignore[no-untyped-call]
+            for _, parameter, mask in self.free:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 if mask is not None:
                     parameter.grad.mul_(mask)
-            group.all_reduce(*(p.grad for _, p, _ in free if p.grad is not None))
-            optimizer.step()
-            done += 1
-        yield epoch + 1
+            group.all_reduce(*(p.grad for _, p, _ in self.free if p.grad is not None))
+            self.optimizer.step()
+
+    def _set_rate(self, progress: float) -> None:
+        """Set the steps' size: a half cosine from the first to nothing."""
+        factor = 0.5 * (1 + math.cos(math.pi * progress))
+        for parameters, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            parameters["lr"] = rate * factor
 
 
 def cut(pieces: Sequence[Piece], rows: int) -> list[Piece]:
@@ -230,13 +261,6 @@ def cut(pieces: Sequence[Piece], rows: int) -> list[Piece]:
         for whole in pieces
         for row in range(whole.rows.start, whole.rows.stop, rows)
     ]
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rates: Sequence[float], progress: float) -> None:
-    """Set the steps' size: a half cosine from the first to nothing."""
-    factor = 0.5 * (1 + math.cos(math.pi * progress))
-    for parameters, rate in zip(optimizer.param_groups, rates, strict=True):
-        parameters["lr"] = rate * factor
 
 
 def _typical(parameter: Tensor, mask: Tensor | None) -> float:
