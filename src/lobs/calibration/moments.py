@@ -268,6 +268,12 @@ class PairedMoments:
         if not self._shared:
             process_group().all_reduce(self._outer, self._sum)
 
+    def aim(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return W D, and Ĥ and W D of the held-out samples where there are any."""
+        other = self.held_out
+        judge = None if other is None else (other.pruned.moment, other.residual(weight))
+        return self.residual(weight), judge
+
     def residual(self, weight: Tensor) -> Tensor:
         """Return W D as (groups, rows, columns); with a bias, the constant-1 column is last."""
         n = max(self.pruned.count, 1)

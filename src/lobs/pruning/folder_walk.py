@@ -217,8 +217,7 @@ class Walk:
         """Solve one layer on the inputs that the pruned layers before it give."""
         numerics, began = self.asked.numerics, time.perf_counter()
         check_finite(f"layer '{layer.name}'", "weight", dense)
-        other, residual = moments.held_out, moments.residual(dense)
-        judge = None if other is None else (other.pruned.moment, other.residual(dense))
+        aim = moments.aim(dense)
         problem = layer_problem(
             layer,
             dense,
@@ -227,7 +226,7 @@ class Walk:
             damping=numerics.damping,
             overwrite=True,
         )
-        problem = asymmetric_problem(problem, residual, judge)
+        problem = asymmetric_problem(problem, *aim)
         with phase("solve", layer=layer.name):
             solution = solve(problem, self.asked.solver, for_layer(self.asked.target, layer.name))
         return FinishedLayer(

@@ -250,15 +250,11 @@ class Run:
         """Solve one layer on the inputs that the pruned layers before it give."""
         assert moments is not None  # only layers in the run store come without
         session = self.session
-        residual, judge = None, None
-        if session.options.inputs == "asymmetric":
-            dense, other = session.dense(layer.name), moments.held_out
-            residual = moments.residual(dense)
-            if other is not None:
-                judge = other.pruned.moment, other.residual(dense)
+        asymmetric = session.options.inputs == "asymmetric"
+        aim = moments.aim(session.dense(layer.name)) if asymmetric else None
         problem = session.problem(layer, moments.pruned, overwrite=True)
-        if residual is not None:
-            problem = asymmetric_problem(problem, residual, judge)
+        if aim is not None:
+            problem = asymmetric_problem(problem, *aim)
         done = self._solved(layer, problem)
         group = process_group()
         if group.size == 1:

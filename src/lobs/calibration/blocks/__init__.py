@@ -15,13 +15,20 @@ from torch import nn
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks.arguments import cast, flowing, rows_of, shapes
 from lobs.calibration.blocks.base import Block, LayerPair, layers_of, loaded
-from lobs.calibration.blocks.repeated import Repeated, Sample, repeated_blocks
+from lobs.calibration.blocks.repeated import (
+    KEPT_BACK,
+    Repeated,
+    Sample,
+    held_out_whole,
+    repeated_blocks,
+)
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.rows import candidates
 from lobs.calibration.blocks.traced import given_names, traced_steps
 from lobs.calibration.forward import evaluating
 
 __all__ = [
+    "KEPT_BACK",
     "Block",
     "LayerPair",
     "Repeated",
@@ -29,6 +36,7 @@ __all__ = [
     "candidates",
     "cast",
     "flowing",
+    "held_out_whole",
     "in_blocks",
     "layers_of",
     "loaded",

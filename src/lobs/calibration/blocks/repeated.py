@@ -41,7 +41,18 @@ from lobs.calibration.blocks.rows import Row, candidates, captured, look
 from lobs.calibration.forward import length
 from lobs.layers import watching
 
-KEPT_BACK = 8
+KEPT_BACK = 8  # one sample in so many is held out
+
+
+def held_out_whole(number: int, total: int) -> bool:
+    """Return whether an uncut batch is held out: every eighth, or the last of fewer.
+
+    Args:
+        number: the batch's number.
+        total: number of batches, in all processes.
+    """
+    every = KEPT_BACK if total >= KEPT_BACK else max(2, total)
+    return number % every == every - 1
 
 
 @dataclass
@@ -176,10 +187,8 @@ class Streams:
                         if len(parts) > 1
                         else others
                     )
-            # Of fewer than eight batches, one that cannot be cut is held out if it is the last.
-            every = KEPT_BACK if total >= KEPT_BACK else max(2, total)
-            last = self.hold_out and number % every == every - 1
-            self.held_out += [False, True] if len(parts) > 1 else [last]
+            alone = self.hold_out and held_out_whole(number, total)
+            self.held_out += [False, True] if len(parts) > 1 else [alone]
 
     def _parts(self, x: Tensor, others: Arguments, total: int) -> list[slice]:
         """Cut the last eighth off one of few batches, where blocks treat rows independently."""

@@ -29,7 +29,6 @@ from lobs.pruning.refit.descent import (
     Schedule,
     cut,
     descend,
-    fault_of,
     free_parameters,
     separable,
 )
@@ -132,16 +131,11 @@ def refit_block(
     distance = _BlockDistance(work, block.samples(), free)
     if not distance.held_energy:
         return BlockRefit(block.name, reason="no sample could be held out")
-    fault = fault_of(work, distance)
-    if fault:
-        return BlockRefit(block.name, reason=fault)
-    own = dict(block.module.named_parameters())
-    kinds = {name: parameter.dtype for name, parameter in own.items()}
-    found = descend(work, free, distance, SCHEDULE, f"blocks of {block.name}", kinds)
+    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}")
+    if found.reason:
+        return BlockRefit(block.name, reason=found.reason)
     if not 0 < found.before < math.inf:
         return BlockRefit(block.name, reason=f"its deviation is {found.before:g}")
-    for name, value in (found.weights or {}).items():
-        own[name].data.copy_(value)
     return BlockRefit(block.name, found.before, found.after, found.epochs, found.held_out)
 
 

@@ -70,13 +70,16 @@ Free = list[tuple[str, nn.Parameter, Tensor | None]]
 
 @dataclass(frozen=True)
 class Descent:
-    """The result: the best weights, None where nothing came nearer, and the distances."""
+    """The effect: distances on held-out samples, and the epochs until the weights that stay.
 
-    weights: dict[str, Tensor] | None
-    before: float
-    after: float
-    epochs: int
-    held_out: int
+    `reason` says why nothing was tried.
+    """
+
+    before: float = 0.0
+    after: float = 0.0
+    epochs: int = 0
+    held_out: int = 0
+    reason: str = ""
 
 
 def free_parameters(
@@ -114,7 +117,7 @@ def free_parameters(
     return found
 
 
-def fault_of(work: nn.Module, objective: Objective) -> str:
+def _fault_of(work: nn.Module, objective: Objective) -> str:
     """Return why a module cannot be refitted; empty where a first step is possible.
 
     All processes get the same answer.
@@ -150,30 +153,33 @@ def separable(far: Callable[[Piece], Tensor], whole: Piece) -> bool:
 
 
 def descend(
+    module: nn.Module,
     work: nn.Module,
     free: Free,
     objective: Objective,
     schedule: Schedule,
     label: str,
-    kinds: Mapping[str, torch.dtype],
 ) -> Descent:
-    """Move the free parameters, and return the weights that are best on held-out samples.
+    """Move the free parameters, and write those that are best on held-out samples into a module.
 
     Weights are judged as they will be stored, rounded to their own type.
 
     Args:
-        work: the module in float32, which is changed.
-        free: its free parameters.
+        module: where the weights go, if any come nearer.
+        work: its copy in float32, which is changed.
+        free: the copy's free parameters.
         objective: the distance.
         schedule: how long.
         label: what the progress display says.
-        kinds: the type of every parameter where it is stored.
     """
-    group = process_group()
+    fault = _fault_of(work, objective)
+    if fault:
+        return Descent(reason=fault)
+    group, own = process_group(), dict(module.named_parameters())
     before = best = objective.distance(work)
     rows = round(group.sum_numbers(float(sum(len(p.rows) for p in objective.held)))[0])
     if not 0 < before < math.inf:
-        return Descent(None, before, before, 0, rows)
+        return Descent(before, before, 0, rows)
     best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
     adam, epochs = _Adam(work, free, objective, schedule, math.sqrt(before)), 0
     with track(label, schedule.epochs * schedule.steps) as advance:
@@ -181,7 +187,7 @@ def descend(
             adam.epoch(epoch)
             exact = {name: parameter.detach().clone() for name, parameter, _ in free}
             for name, parameter, _ in free:
-                parameter.data.copy_(exact[name].to(kinds[name]))
+                parameter.data.copy_(exact[name].to(own[name].dtype))
             now = objective.distance(work)
             advance(schedule.steps)
             if now < best:
@@ -194,7 +200,9 @@ def descend(
                 parameter.data.copy_(exact[name])
     if epochs:
         group.broadcast(*best_at.values())  # so that all processes have the same bits
-    return Descent(best_at if epochs else None, before, best, epochs, rows)
+        for name, value in best_at.items():
+            own[name].data.copy_(value)
+    return Descent(before, best, epochs, rows)
 
 
 class _Adam:

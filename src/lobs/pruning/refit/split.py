@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
+from lobs.calibration.blocks import KEPT_BACK
 from lobs.calibration.forward import batch_size, length, plain_input
 from lobs.pruning.refit.gauss_newton import separable
 
-KEPT_BACK = 8
 SMALL = 2 * KEPT_BACK  # batches of fewer samples are not cut
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
-from lobs.calibration.blocks import cast, rows_of, shapes
+from lobs.calibration.blocks import KEPT_BACK, cast, held_out_whole, rows_of, shapes
 from lobs.calibration.forward import batch_size, call, evaluating, main_output
 from lobs.layers import Layer
 from lobs.pruning.refit.descent import (
@@ -27,12 +27,10 @@ from lobs.pruning.refit.descent import (
     Schedule,
     cut,
     descend,
-    fault_of,
     free_parameters,
     separable,
 )
 from lobs.pruning.refit.joint import JointRefit
-from lobs.pruning.refit.split import KEPT_BACK
 
 SCHEDULE = Schedule(epochs=2, steps=32, rate=0.003)
 
@@ -59,16 +57,11 @@ def refit_outputs(
         distance = _OutputDistance(work, dense, list(batches))
         if not process_group().sum_numbers(float(len(distance.held)))[0]:
             return JointRefit(reason="no sample could be held out")
-        fault = fault_of(work, distance)
-        if fault:
-            return JointRefit(reason=fault)
-        own = dict(model.named_parameters())
-        kinds = {name: parameter.dtype for name, parameter in own.items()}
-        found = descend(work, free, distance, SCHEDULE, "refit", kinds)
+        found = descend(model, work, free, distance, SCHEDULE, "refit")
+    if found.reason:
+        return JointRefit(reason=found.reason)
     if not math.isfinite(found.before):
         return JointRefit(reason=f"the {distance.measure} is {found.before:g}")
-    for name, value in (found.weights or {}).items():
-        own[name].data.copy_(value)
     return JointRefit(
         found.epochs, found.before, found.after, found.held_out, measure=distance.measure
     )
@@ -87,8 +80,7 @@ class _OutputDistance:
         together = not all(group.all_gather(self._separable(work, whole)))
         fit, held = list[Piece](), list[Piece]()
         for number, (piece, n) in enumerate(zip(whole, counts, strict=True), start=first):
-            every = KEPT_BACK if total >= KEPT_BACK else max(2, total)
-            edge = 0 if number % every == every - 1 else n
+            edge = 0 if held_out_whole(number, total) else n
             if total < KEPT_BACK and not together and n >= KEPT_BACK:
                 edge = n - n // KEPT_BACK
             fit += [Piece(piece.sample, range(edge))] if edge else []
