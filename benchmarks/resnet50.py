@@ -12,6 +12,7 @@ paired answers.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import time
 import warnings
@@ -35,7 +36,7 @@ HOW: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def right(model: nn.Module, images: imagenet.ImageNet) -> list[bool]:
     """Return for every image whether the network's first answer is right."""
-    model.eval()
+    model = copy.deepcopy(model).eval().to(memory_format=torch.channels_last)  # a third faster
     return [bool(answer) for x, y in images for answer in (model(x).argmax(dim=1) == y)]
 
 

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+import lobs
 from lobs.calibration.blocks import Repeated, in_blocks, layers_of
 from lobs.calibration.blocks.repeated import repeated_blocks
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.forward import evaluating
-from lobs.calibration.layer_problem import _TETHERS, _serving
+from lobs.calibration.layer_problem import (
+    _TETHERS,
+    _serving,
+    asymmetric_problem,
+    kept_share,
+)
 from lobs.layers import find_layers
 from lobs.solvers import linalg
+from lobs.solvers.problem import Problem
 
 
 class Part(nn.Module):
@@ -303,3 +311,52 @@ def test_more_data_moves_the_aim_to_the_whole_shift():
         whole = linalg.ridge_solve(*fit, 1e-3)
         shares.append(float(chosen.norm() / whole.norm()))
     assert shares[0] < shares[1] < shares[2] and shares[2] > 0.9
+
+
+def _layer_problem(samples, given=None, d=24, rows=40):
+    """Return a problem with an aim of its own, and Ĥ and W D of held-out samples."""
+    made = torch.Generator().manual_seed(3)
+    mix = torch.eye(d) + torch.randn(d, d, generator=made) / d**0.5
+    weight = torch.randn(rows, d, generator=made)
+
+    def seen(number, seed):
+        # Tokens of one text resemble each other: a fifth as many samples say as much.
+        x = torch.randn(number // 5, d, generator=torch.Generator().manual_seed(seed)) @ mix
+        return (x.mT @ x / len(x)).double()
+
+    fit, held = seen(samples, 0), seen(20_000, 1)
+    nothing = torch.zeros(1, rows, d, dtype=torch.float64)  # both networks have the same inputs
+    problem = Problem(weight, fit, samples=samples, damping=given)
+    return asymmetric_problem(problem, nothing, (held.unsqueeze(0), nothing), 0.5), held
+
+
+def test_held_out_samples_choose_a_damping_that_serves_on_new_data():
+    chosen, held = _layer_problem(120)
+    plain = replace(chosen, damping=None)
+    assert chosen.damping is not None
+    errors = []
+    for problem in (chosen, plain):
+        change = (
+            lobs.solve(problem, "auto", lobs.Sparsity(0.5, scope="layer")).weight - problem.weight
+        ).double()
+        errors.append(float(((change @ held) * change).sum()))
+    assert errors[0] < errors[1]
+
+
+def test_with_much_data_or_a_damping_of_the_user_none_is_chosen():
+    assert _layer_problem(300_000)[0].damping is None
+    assert _layer_problem(120, given=1e-6)[0].damping == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("target", "share"),
+    [
+        (lobs.Sparsity(0.7, scope="layer"), 0.3),
+        (lobs.NByM(1, 4), 0.25),
+        (lobs.ErrorBudget(0.1), 0.5),
+        (None, 0.5),
+    ],
+)
+def test_the_share_that_a_target_keeps_is_known_or_a_half(target, share):
+    problem = Problem(torch.randn(10, 20), torch.eye(20))
+    assert kept_share(target, problem) == pytest.approx(share)

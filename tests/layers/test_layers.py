@@ -149,3 +149,28 @@ def test_meta_and_lazy_weights_are_refused():
         find_layers(nn.Linear(2, 2, device="meta"))
     with pytest.raises(UnsupportedLayerError, match="no shape yet"):
         find_layers(nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Linear(6, 4),
+        nn.Conv2d(4, 6, 3, groups=2),
+        nn.ConvTranspose2d(4, 6, 3, groups=2),
+        nn.MultiheadAttention(4, 2),
+    ],
+)
+def test_a_value_for_each_column_stands_at_all_weights_of_the_column(module):
+    for layer in find_layers(nn.ModuleDict({"one": module})):
+        values = torch.rand(layer.groups, layer.columns)
+        ((name, spread),) = layer.by_column(values).items()
+        before = layer.unfolded(layer.weight.detach()).clone()
+        parameter = module.get_parameter(name.removeprefix("one."))
+        others = torch.ones(len(parameter), dtype=torch.bool)
+        others[layer.weight_part.start : layer.weight_part.stop] = False
+        assert bool((spread[others] == 1).all())
+        with torch.no_grad():
+            parameter.mul_(spread)
+        torch.testing.assert_close(
+            layer.unfolded(layer.weight.detach()), before * values.unsqueeze(1)
+        )

@@ -347,3 +347,28 @@ def test_a_gpt2_is_refitted():
     ids = [{"input_ids": torch.randint(0, 16, (4, 8))} for _ in range(8)]
     result = pruned(dense, ids, keep=0.5, skip="lm_head")
     assert "2 of 2 blocks" in result.settings["refit"]
+
+
+def test_weights_of_large_inputs_take_shorter_steps(monkeypatch):
+    from lobs.pruning.refit import blocks as refit
+
+    found, whole = [], refit._units
+
+    def spied(*given):
+        found.append(whole(*given))
+        return found[-1]
+
+    monkeypatch.setattr(refit, "_units", spied)
+    dense, seen = tower(), []
+    with torch.no_grad():
+        dense.blocks[0].norm.weight[2] = 400.0  # as in language models
+    batches = data()
+    dense.blocks[0].up.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    dense(batches[0])
+    own = copy.deepcopy(dense)
+    own.blocks[0].up._forward_pre_hooks.clear()
+    pruned(own, batches, skip="start")
+    size = seen[0].square().sum(dim=0).sqrt()
+    wanted = (size / size.mean()).clamp_min(1e-3).rsqrt().detach()
+    torch.testing.assert_close(found[0]["up.weight"], wanted.expand(24, 8), rtol=1e-3, atol=1e-3)
+    assert found[0]["up.weight"][0, 2] < 0.2 * found[0]["up.weight"][0, 1]

@@ -15,13 +15,19 @@ from lobs.calibration.moments import Moments
 from lobs.calibration.wide import asymmetric_wide_problem, wide_problem
 from lobs.layers import Layer
 from lobs.solvers import linalg, metric, scores
+from lobs.solvers.least_squares import least_squares
 from lobs.solvers.problem import Problem
 from lobs.solvers.scores import Histogram
+from lobs.targets import NByM, Sparsity, Target
 
 # Least λ of the asymmetric target, relative to the mean input energy. It holds the target to the
 # dense weights.
 _TETHER = 1e-3
 _TETHERS = (1.0, 10.0, 100.0)  # multiples of the least λ among which held-out samples choose
+# Dampings among which held-out samples choose, as shares of the mean energy for one sample a
+# column. With n samples a column they are n times smaller, and below the least one not worth it.
+_DAMPINGS, _LEAST_DAMPING = (0.1, 0.3, 1.0), 1e-4
+_JUDGED_ROWS = 32  # rows that stand for a layer when its damping is chosen
 
 
 def layer_problem(
@@ -64,7 +70,10 @@ def layer_problem(
 
 
 def asymmetric_problem(
-    problem: Problem, residual: Tensor, held_out: tuple[Tensor, Tensor] | None = None
+    problem: Problem,
+    residual: Tensor,
+    held_out: tuple[Tensor, Tensor] | None = None,
+    kept: float = 0.5,
 ) -> Problem:
     """Return the problem of giving on these inputs what the dense network's layer gives.
 
@@ -72,12 +81,14 @@ def asymmetric_problem(
     D = E[(x − x̂) x̂ᵀ]. The new problem has that optimum in place of W.
 
     With few samples for many inputs the shift is partly an accident of the sample. Held-out samples
-    then say how much of it serves: they choose λ, and which share of the shift is taken.
+    then say how much of it serves: they choose λ, and which share of the shift is taken. They also
+    choose the damping of Ψ that the sparse weights are solved with.
 
     Args:
         problem: the problem of reproducing W on the pruned network's inputs.
         residual: W D.
         held_out: Ĥ and W D of held-out samples; without them the whole shift is taken.
+        kept: share of the weights that will be kept, about.
     """
     if problem.units is not None:
         return asymmetric_wide_problem(problem, residual.to(problem.weight.device))
@@ -98,7 +109,58 @@ def asymmetric_problem(
             ladder = [lam * step for step in _TETHERS]
             shift = _serving(moment, part, ladder, held_out[0][g], held_out[1][g])
         parts.append((weight.to(torch.float64) + shift).to(weight.dtype))
-    return replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
+    moved = replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
+    if held_out is None or len(parts) > 1 or problem.damping is not None:
+        return moved
+    return replace(moved, damping=_damping(moved, problem.groups[0][0], kept, held_out))
+
+
+def kept_share(target: Target | None, problem: Problem) -> float:
+    """Return the share of a layer's weights that a target keeps; a half where it is not known."""
+    match target:
+        case Sparsity():
+            return 1 - target.count(problem.prunable) / max(1, problem.prunable)
+        case NByM(n=int(n), m=m):
+            return n / m
+    return 0.5
+
+
+def _damping(
+    problem: Problem, dense: Tensor, kept: float, held_out: tuple[Tensor, Tensor]
+) -> float | None:
+    """Return the damping under which sparse weights have the least error on held-out samples.
+
+    A sample of rows is solved on the support that is largest in units of equal energy. None where
+    the problem's own choice is best.
+
+    Args:
+        problem: the problem with its aim.
+        dense: the layer's dense weights.
+        kept: share of the weights that will be kept.
+        held_out: Ĥ and W D of held-out samples.
+    """
+    (weight, moment), d = problem.groups[0], problem.weight.shape[-1]
+    energy = float(metric.own_energy(moment, problem.protected))
+    one = d / max(1, problem.samples or 0)  # columns a sample
+    shares = [share * one for share in _DAMPINGS if share * one >= _LEAST_DAMPING]
+    rows = torch.linspace(0, len(weight) - 1, min(_JUDGED_ROWS, len(weight))).round().long()
+    aim, start = weight[rows].double(), dense[rows].double()
+    judge, pull = held_out[0][0].double(), held_out[1][0][rows].double()
+    free = d - problem.protected
+    best, chosen = math.inf, None
+    for share in (None, *shares) if shares and energy else ():
+        lam = energy * (metric.few_samples(d, problem.samples) if share is None else share)
+        gram = moment.double().clone()
+        gram.diagonal().add_(lam)
+        size = (aim.square() * gram.diagonal())[:, :free]
+        mask = torch.ones_like(aim, dtype=torch.bool)
+        mask[:, :free] = False
+        mask.scatter_(1, size.topk(round(kept * free), dim=1).indices, True)
+        change = least_squares(gram, aim, mask) - start
+        error = float(((change @ judge) * change).sum() - 2 * (change * pull).sum())
+        if error < best:
+            best, chosen = error, None if share is None else lam
+    return chosen
 
 
 def _serving(

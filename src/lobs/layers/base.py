@@ -212,6 +212,19 @@ class Layer(ABC):
         mask[part.start : part.stop] = rows
         return {f"{self.prefix}{part.key}": mask}
 
+    def by_column(self, values: Tensor) -> dict[str, Tensor]:
+        """Return a value for each column as a tensor like the whole weight, by parameter name.
+
+        Rows of other layers are 1.
+
+        Args:
+            values: (groups, columns).
+        """
+        part, shape = self.weight_part, (self.groups, self.rows, self.columns)
+        spread = torch.ones_like(part.parameter(self.module).detach(), dtype=values.dtype)
+        spread[part.start : part.stop] = self.folded(values.unsqueeze(1).expand(shape))
+        return {f"{self.prefix}{part.key}": spread}
+
     def parameters(self) -> dict[str, tuple[int, int]]:
         """Return the first and the last row (exclusive) of this layer's parameters, by name."""
         parts = [self.weight_part] + ([] if self.bias is None else [self.bias_part])

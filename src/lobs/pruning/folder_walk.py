@@ -16,7 +16,7 @@ from lobs._system.run_log import log_event, phase
 from lobs.calibration.blocks import Repeated, layers_of
 from lobs.calibration.blocks.folder import FolderBlocks
 from lobs.calibration.blocks.skeleton import Skeleton, bytes_of
-from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
+from lobs.calibration.layer_problem import asymmetric_problem, kept_share, layer_problem
 from lobs.calibration.moments import PairedMoments
 from lobs.errors import LobsError, caution
 from lobs.layers import Layer
@@ -226,9 +226,10 @@ class Walk:
             damping=numerics.damping,
             overwrite=True,
         )
-        problem = asymmetric_problem(problem, *aim)
+        target = for_layer(self.asked.target, layer.name)
+        problem = asymmetric_problem(problem, *aim, kept_share(target, problem))
         with phase("solve", layer=layer.name):
-            solution = solve(problem, self.asked.solver, for_layer(self.asked.target, layer.name))
+            solution = solve(problem, self.asked.solver, target)
         return FinishedLayer(
             solution, solution.error, time.perf_counter() - began, problem.samples or 0
         )

@@ -17,7 +17,7 @@ from lobs._system.run_log import log_event, phase
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
 from lobs.calibration.blocks import Repeated, in_blocks, layers_of
 from lobs.calibration.comparison import Comparison, LayerDistance
-from lobs.calibration.layer_problem import asymmetric_problem, histogram
+from lobs.calibration.layer_problem import asymmetric_problem, histogram, kept_share
 from lobs.calibration.moments import PairedMoments
 from lobs.certificate.bound import Certificate
 from lobs.certificate.certify import certificate, layer_errors
@@ -30,7 +30,7 @@ from lobs.pruning.refit.joint import JointRefit, refit_jointly
 from lobs.pruning.refit.whole import refit_outputs
 from lobs.pruning.result import LayerResult
 from lobs.pruning.session import Session
-from lobs.solvers import solve
+from lobs.solvers import ADMM, Auto, solve
 from lobs.solvers.masks import joined
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
@@ -66,9 +66,17 @@ class Run:
         """Return the layers of the pruned network by name."""
         return {layer.name: layer for layer in find_layers(self.model, self.session.options.names)}
 
+    @property
+    def draft(self) -> bool:
+        """Return whether the run only serves to measure influences, in a network of any size.
+
+        Then layers are solved quickly, on the dense inputs whose moments are there already.
+        """
+        return not self.last and self.session.by_blocks
+
     def solve_layers(self) -> None:
         """Prune every layer: independently on dense inputs, or in the order they run."""
-        if self.session.options.inputs == "dense":
+        if self.session.options.inputs == "dense" or self.draft:
             self._solve_independently()
         else:
             self._solve_in_order()
@@ -254,7 +262,8 @@ class Run:
         aim = moments.aim(session.dense(layer.name)) if asymmetric else None
         problem = session.problem(layer, moments.pruned, overwrite=True)
         if aim is not None:
-            problem = asymmetric_problem(problem, *aim)
+            kept = kept_share(self.plan[layer.name], problem)
+            problem = asymmetric_problem(problem, *aim, kept)
         done = self._solved(layer, problem)
         group = process_group()
         if group.size == 1:
@@ -270,7 +279,8 @@ class Run:
                 dense = self.session.dense(layer.name)
                 solution = replace(solve(problem, "magnitude", keep=1.0), weight=dense, error=0.0)
             else:
-                solution = solve(problem, options.solver, target)
+                quick = self.draft and isinstance(options.solver, Auto)
+                solution = solve(problem, ADMM() if quick else options.solver, target)
         return FinishedLayer(
             solution,
             solution.error + problem.hidden_error_of(solution.weight),
@@ -330,7 +340,7 @@ def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:
     session.runs += 1
     run = Run(session, plan, _copied(session.model), session.runs, last)
     run.solve_layers()
-    if session.options.numerics.batch_norm:
+    if session.options.numerics.batch_norm and not run.draft:
         run.update_norms()
     if last and session.refit == "network" and session.by_blocks:
         run.refit_outputs()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
-from lobs.layers import Layer
+from lobs.layers import Layer, watching
 from lobs.pruning.refit.descent import (
     Free,
     Piece,
@@ -38,6 +38,7 @@ SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
 WORK_BYTES = 24  # of every weight of a block: copy, gradient, Adam's two averages, exact and best
 _LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this
+_LEAST_SIZE = 1e-3  # of a layer's inputs, relative to their mean; smaller ones count as this
 _FEWEST_ROWS = 4  # of one step, where there are more
 
 
@@ -131,12 +132,44 @@ def refit_block(
     distance = _BlockDistance(work, block.samples(), free)
     if not distance.held_energy:
         return BlockRefit(block.name, reason="no sample could be held out")
-    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}")
+    units = _units(block, layers)
+    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}", units)
     if found.reason:
         return BlockRefit(block.name, reason=found.reason)
     if not 0 < found.before < math.inf:
         return BlockRefit(block.name, reason=f"its deviation is {found.before:g}")
     return BlockRefit(block.name, found.before, found.after, found.epochs, found.held_out)
+
+
+@torch.no_grad()
+def _units(block: Repeated, layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Return the factor on each weight's step: one over the root of its input's typical size.
+
+    Inputs of one layer differ in size, a hundredfold in language models. With even steps the
+    largest would decide how long a step may be. Steps in proportion to one over the size would
+    fit noise in the smallest.
+    """
+    energies = {
+        layer.name: torch.zeros(layer.groups, layer.columns, device=layer.weight.device)
+        for layer in layers
+    }
+
+    def note(layer: Layer, x: Tensor) -> None:
+        for piece in layer.patches(x.detach().to(torch.float32)):
+            energies[layer.name] += piece.square().sum(dim=1)
+
+    with watching(layer.on_input(partial(note, layer)) for layer in layers):
+        for sample in block.samples()[:1]:
+            sample.arguments.run(block.module, loaded(sample.inputs).clone())
+    process_group().all_reduce(*energies.values())
+    found: dict[str, Tensor] = {}
+    for layer in layers:
+        sizes = energies[layer.name].sqrt()
+        unit = (sizes / sizes.mean().clamp_min(1e-30)).clamp_min(_LEAST_SIZE).rsqrt()
+        for name, values in layer.by_column(unit).items():
+            key = name.removeprefix(f"{block.name}.")
+            found[key] = found[key] * values if key in found else values
+    return found
 
 
 class _BlockDistance:

@@ -1,8 +1,9 @@
 """Move the kept weights of a module by Adam, judged on held-out samples.
 
 The steps are Adam's (Kingma and Ba 2015) on a copy in float32. A weight's step is relative to the
-typical size of its tensor's survivors. After every epoch the held-out distance is measured. An
-epoch that leads away from the dense output is undone, and the next one takes shorter steps.
+typical size of its tensor's survivors, in units that the caller may give. After every epoch the
+held-out distance is measured. An epoch that leads away from the dense output is undone, and the
+next one takes shorter steps.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ def descend(
     objective: Objective,
     schedule: Schedule,
     label: str,
+    units: Mapping[str, Tensor] | None = None,
 ) -> Descent:
     """Move the free parameters, and write those that are best on held-out samples into a module.
 
@@ -171,6 +173,7 @@ def descend(
         objective: the distance.
         schedule: how long.
         label: what the progress display says.
+        units: for some parameters, the factor on every number's step.
     """
     fault = _fault_of(work, objective)
     if fault:
@@ -181,7 +184,7 @@ def descend(
     if not 0 < before < math.inf:
         return Descent(before, before, 0, rows)
     best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
-    adam, epochs = _Adam(work, free, objective, schedule, math.sqrt(before)), 0
+    adam, epochs = _Adam(work, free, objective, schedule, math.sqrt(before), units or {}), 0
     with track(label, schedule.epochs * schedule.steps) as advance:
         for epoch in range(schedule.epochs):
             adam.epoch(epoch)
@@ -214,13 +217,24 @@ class _Adam:
         objective: the distance.
         schedule: how long.
         size: what the first step is relative to, beside the parameters.
+        units: for some parameters, the factor on every number's step.
     """
 
     def __init__(
-        self, work: nn.Module, free: Free, objective: Objective, schedule: Schedule, size: float
+        self,
+        work: nn.Module,
+        free: Free,
+        objective: Objective,
+        schedule: Schedule,
+        size: float,
+        units: Mapping[str, Tensor],
     ) -> None:
         self.work, self.free, self.objective, self.schedule = work, free, objective, schedule
-        self.rates = [schedule.rate * size * _typical(p, mask) for _, p, mask in free]
+        self.units = [units.get(name) for name, _, _ in free]
+        self.rates = [
+            schedule.rate * size * _typical(p, mask, unit)
+            for (_, p, mask), unit in zip(free, self.units, strict=True)
+        ]
         self.generator = torch.Generator().manual_seed(0)
         self._begin()
 
@@ -253,7 +267,17 @@ class _Adam:
                 if mask is not None:
                     parameter.grad.mul_(mask)
             group.all_reduce(*(p.grad for _, p, _ in self.free if p.grad is not None))
-            self.optimizer.step()
+            self._step()
+
+    def _step(self) -> None:
+        """Take Adam's step in each parameter's units: its size does not depend on gradients'."""
+        scaled = [
+            (p, u) for (_, p, _), u in zip(self.free, self.units, strict=True) if u is not None
+        ]
+        before = [p.detach().clone() for p, _ in scaled]
+        self.optimizer.step()
+        for (parameter, unit), old in zip(scaled, before, strict=True):
+            parameter.data.sub_(old).mul_(unit).add_(old)
 
     def _set_rate(self, progress: float) -> None:
         """Set the steps' size: a half cosine from the first to nothing."""
@@ -271,9 +295,11 @@ def cut(pieces: Sequence[Piece], rows: int) -> list[Piece]:
     ]
 
 
-def _typical(parameter: Tensor, mask: Tensor | None) -> float:
+def _typical(parameter: Tensor, mask: Tensor | None, unit: Tensor | None) -> float:
     kept = parameter.numel() if mask is None else int(mask.sum())
-    return math.sqrt(float(parameter.detach().double().square().sum()) / max(1, kept))
+    own = parameter.detach().double()
+    own = own if unit is None else own / unit
+    return math.sqrt(float(own.square().sum()) / max(1, kept))
 
 
 def _joined(pieces: Sequence[Piece], rows: int) -> list[list[Piece]]:
