@@ -313,15 +313,15 @@ def test_more_data_moves_the_aim_to_the_whole_shift():
     assert shares[0] < shares[1] < shares[2] and shares[2] > 0.9
 
 
-def _layer_problem(samples, given=None, d=24, rows=40):
-    """Return a problem with an aim of its own, and Ĥ and W D of held-out samples."""
+def _layer_problem(samples, given=None, alike=5, d=24, rows=40):
+    """Return a problem with an aim of its own, and Ĥ of held-out samples."""
     made = torch.Generator().manual_seed(3)
     mix = torch.eye(d) + torch.randn(d, d, generator=made) / d**0.5
     weight = torch.randn(rows, d, generator=made)
 
     def seen(number, seed):
-        # Tokens of one text resemble each other: a fifth as many samples say as much.
-        x = torch.randn(number // 5, d, generator=torch.Generator().manual_seed(seed)) @ mix
+        # Tokens of one text resemble each other: fewer samples say as much.
+        x = torch.randn(number // alike, d, generator=torch.Generator().manual_seed(seed)) @ mix
         return (x.mT @ x / len(x)).double()
 
     fit, held = seen(samples, 0), seen(20_000, 1)
@@ -332,8 +332,8 @@ def _layer_problem(samples, given=None, d=24, rows=40):
 
 def test_held_out_samples_choose_a_damping_that_serves_on_new_data():
     chosen, held = _layer_problem(120)
-    plain = replace(chosen, damping=None)
-    assert chosen.damping is not None
+    plain = replace(chosen, least_damping=0.0)
+    assert chosen.least_damping > 0 and chosen.metrics[0].damping == chosen.least_damping
     errors = []
     for problem in (chosen, plain):
         change = (
@@ -343,9 +343,11 @@ def test_held_out_samples_choose_a_damping_that_serves_on_new_data():
     assert errors[0] < errors[1]
 
 
-def test_with_much_data_or_a_damping_of_the_user_none_is_chosen():
-    assert _layer_problem(300_000)[0].damping is None
-    assert _layer_problem(120, given=1e-6)[0].damping == 1e-6
+def test_with_enough_data_or_a_damping_of_the_user_none_is_chosen():
+    for samples, alike in ((300_000, 5), (300, 5), (200, 1), (1000, 1)):
+        assert _layer_problem(samples, alike=alike)[0].least_damping == 0
+    given = _layer_problem(120, given=1e-6)[0]
+    assert given.damping == 1e-6 and given.least_damping == 0
 
 
 @pytest.mark.parametrize(

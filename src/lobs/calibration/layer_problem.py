@@ -25,8 +25,12 @@ from lobs.targets import NByM, Sparsity, Target
 _TETHER = 1e-3
 _TETHERS = (1.0, 10.0, 100.0)  # multiples of the least λ among which held-out samples choose
 # Dampings among which held-out samples choose, as shares of the mean energy for one sample a
-# column. With n samples a column they are n times smaller, and below the least one not worth it.
-_DAMPINGS, _LEAST_DAMPING = (0.1, 0.3, 1.0), 1e-4
+# column. With n samples a column they are n times smaller.
+_DAMPINGS = (0.1, 0.3, 1.0)
+_LEAST_DAMPING = 1e-4  # share of the mean energy; smaller dampings are not tried
+# Least share of the error that another damping must take off. Rows are judged on simple supports,
+# which like more damping than those of a good solver.
+_DAMPING_GAIN = 0.05
 _JUDGED_ROWS = 32  # rows that stand for a layer when its damping is chosen
 
 
@@ -88,7 +92,7 @@ def asymmetric_problem(
         problem: the problem of reproducing W on the pruned network's inputs.
         residual: W D.
         held_out: Ĥ and W D of held-out samples; without them the whole shift is taken.
-        kept: share of the weights that will be kept, about.
+        kept: estimated share of the weights that will be kept.
     """
     if problem.units is not None:
         return asymmetric_wide_problem(problem, residual.to(problem.weight.device))
@@ -112,7 +116,8 @@ def asymmetric_problem(
     moved = replace(problem, weight=torch.stack(parts).view(problem.weight.shape))
     if held_out is None or len(parts) > 1 or problem.damping is not None:
         return moved
-    return replace(moved, damping=_damping(moved, problem.groups[0][0], kept, held_out))
+    chosen = _damping(moved, problem.groups[0][0], kept, held_out)
+    return replace(moved, least_damping=moved.context.group.all_gather(chosen)[0])
 
 
 def kept_share(target: Target | None, problem: Problem) -> float:
@@ -127,11 +132,11 @@ def kept_share(target: Target | None, problem: Problem) -> float:
 
 def _damping(
     problem: Problem, dense: Tensor, kept: float, held_out: tuple[Tensor, Tensor]
-) -> float | None:
+) -> float:
     """Return the damping under which sparse weights have the least error on held-out samples.
 
-    A sample of rows is solved on the support that is largest in units of equal energy. None where
-    the problem's own choice is best.
+    A sample of rows is solved on the support of largest w²Ψ_qq. 0 where the problem's own choice
+    is about as good.
 
     Args:
         problem: the problem with its aim.
@@ -141,26 +146,31 @@ def _damping(
     """
     (weight, moment), d = problem.groups[0], problem.weight.shape[-1]
     energy = float(metric.own_energy(moment, problem.protected))
-    one = d / max(1, problem.samples or 0)  # columns a sample
-    shares = [share * one for share in _DAMPINGS if share * one >= _LEAST_DAMPING]
+    per_sample = energy * d / max(1, problem.samples or 0)
+    tried = [share * per_sample for share in _DAMPINGS]
+    tried = [lam for lam in tried if lam >= _LEAST_DAMPING * energy]
+    if not energy or not tried or not 0 < kept < 1:
+        return 0.0
     rows = torch.linspace(0, len(weight) - 1, min(_JUDGED_ROWS, len(weight))).round().long()
-    aim, start = weight[rows].double(), dense[rows].double()
-    judge, pull = held_out[0][0].double(), held_out[1][0][rows].double()
+    moment, wanted, before = moment.double(), weight[rows].double(), dense[rows].double()
+    moment_held, residual_held = held_out[0][0].double(), held_out[1][0][rows].double()
     free = d - problem.protected
-    best, chosen = math.inf, None
-    for share in (None, *shares) if shares and energy else ():
-        lam = energy * (metric.few_samples(d, problem.samples) if share is None else share)
-        gram = moment.double().clone()
+    sizes = (wanted.square() * moment.diagonal())[:, :free]
+    mask = torch.ones_like(wanted, dtype=torch.bool)
+    mask[:, :free] = False
+    mask.scatter_(1, sizes.topk(round(kept * free), dim=1).indices, True)
+
+    def errors(lam: float) -> tuple[float, float]:
+        """Return the error, but for E‖W (x − x̂)‖², and the part that comes from the weights."""
+        gram = moment.clone()
         gram.diagonal().add_(lam)
-        size = (aim.square() * gram.diagonal())[:, :free]
-        mask = torch.ones_like(aim, dtype=torch.bool)
-        mask[:, :free] = False
-        mask.scatter_(1, size.topk(round(kept * free), dim=1).indices, True)
-        change = least_squares(gram, aim, mask) - start
-        error = float(((change @ judge) * change).sum() - 2 * (change * pull).sum())
-        if error < best:
-            best, chosen = error, None if share is None else lam
-    return chosen
+        change = least_squares(gram, wanted, mask) - before
+        own = float(((change @ moment_held) * change).sum())
+        return own - 2 * float((change * residual_held).sum()), own
+
+    first, size = errors(energy * metric.few_samples(d, problem.samples))
+    best, lam = min((errors(lam)[0], lam) for lam in tried)
+    return lam if best < first - _DAMPING_GAIN * size else 0.0
 
 
 def _serving(

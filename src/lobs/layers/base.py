@@ -213,7 +213,7 @@ class Layer(ABC):
         return {f"{self.prefix}{part.key}": mask}
 
     def by_column(self, values: Tensor) -> dict[str, Tensor]:
-        """Return a value for each column as a tensor like the whole weight, by parameter name.
+        """Return a value for each column in the shape of the whole weight, by parameter name.
 
         Rows of other layers are 1.
 

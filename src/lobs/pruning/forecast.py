@@ -279,17 +279,19 @@ def _stages(
         for layer in layers
         if (asked := for_layer(load.target, layer.name)) is not None
     )
+    by_blocks = load.refit == "blocks" or not affordable(probe.madds, probe.samples, WORK)
+    # All but the last round of a large network are solved on moments that are there already.
+    walks = 1 if by_blocks and load.refit != "layers" and load.looks is None else load.runs
     walk = 2 * forward + probe.paired if load.sequential else 0.0
-    yield Stage("prune", 2 * load.runs if walk else 0, load.runs * (walk + solving))
+    yield Stage("prune", 2 * walks if walk else 0, walks * walk + load.runs * solving)
     if load.refit != "layers" and (probe.batches > 1 or probe.samples >= SMALL):
-        small = affordable(probe.madds, probe.samples, WORK)
-        if (load.refit == "blocks" or not small) and candidates(model):
+        if by_blocks and candidates(model):
             yield from _refitting_blocks(load, forward)
         else:
             yield from _refitting(probe, layers, load)
     if load.batch_norm and find_norms(model):
         # Both networks, the pruned one with new statistics, then both with these.
-        yield Stage("batch norm", 5 * load.runs, 5 * load.runs * forward)
+        yield Stage("batch norm", 5 * walks, 5 * walks * forward)
     else:
         yield Stage("measure", 2, 2 * forward)
 

@@ -30,11 +30,11 @@ from lobs.pruning.refit.joint import JointRefit, refit_jointly
 from lobs.pruning.refit.whole import refit_outputs
 from lobs.pruning.result import LayerResult
 from lobs.pruning.session import Session
-from lobs.solvers import ADMM, Auto, solve
+from lobs.solvers import Auto, solve
 from lobs.solvers.masks import joined
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
-from lobs.targets import Target
+from lobs.targets import Sparsity, Target
 
 Plan = Mapping[str, Target | None]
 
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def draft(self) -> bool:
-        """Return whether the run only serves to measure influences, in a network of any size.
+        """Return whether the run of a large network only serves to measure influences.
 
         Then layers are solved quickly, on the dense inputs whose moments are there already.
         """
@@ -279,8 +279,10 @@ class Run:
                 dense = self.session.dense(layer.name)
                 solution = replace(solve(problem, "magnitude", keep=1.0), weight=dense, error=0.0)
             else:
-                quick = self.draft and isinstance(options.solver, Auto)
-                solution = solve(problem, ADMM() if quick else options.solver, target)
+                solver = options.solver
+                if self.draft and isinstance(solver, Auto) and isinstance(target, Sparsity):
+                    solver = solver.start(problem)
+                solution = solve(problem, solver, target)
         return FinishedLayer(
             solution,
             solution.error + problem.hidden_error_of(solution.weight),

@@ -122,13 +122,15 @@ def metrics(
     damping: float | None = None,
     *,
     first: float = 0.0,
+    least: float = 0.0,
     protected: int = 0,
     name: str = "layer",
     samples: int | None = None,
 ) -> list[Metric]:
     """Return `metric` of every group, with one warning for all groups that were regularised.
 
-    See `metric` for the parameters; `moments` is (groups, d, d).
+    See `metric` for the parameters; `moments` is (groups, d, d). `least` is a damping that is added
+    at least, unless `damping` or `first` is given.
     """
     psi = moments.to(torch.float64)
     if psi.shape[-1] > protected and not bool(own_energy(psi, protected).any()):
@@ -143,7 +145,7 @@ def metrics(
         return [_given(p, m, damping, name) for p, m in zip(psi, given, strict=True)]
     # With `first` given, damping starts there: the published method is damped as published.
     share = 0.0 if first else few_samples(psi.shape[-1], samples)
-    start = (share * own_energy(psi, protected)).tolist()
+    start = (share * own_energy(psi, protected)).clamp_min(0.0 if first else least).tolist()
     found = _try(psi, start)
     few = samples is not None and samples < psi.shape[-1]
     chosen, regularised = [], []

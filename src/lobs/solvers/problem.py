@@ -39,6 +39,7 @@ class Problem:
         samples: number of inputs that Ψ averages. With fewer than ten per column Ψ is damped.
         damping: λ added to Ψ's diagonal. None lets `lobs.solvers.metric` choose: 0, unless Ψ is
             singular or has few samples.
+        least_damping: λ that is added at least, where λ is left to be chosen.
         row_weight: importance of each row's error, (rows,) or (groups, rows). It decides which
             weights go. Reported errors are unweighted.
         positions: number of consecutive columns per input channel: the size of a convolution's
@@ -64,6 +65,7 @@ class Problem:
     mean: Tensor | None = None
     samples: int | None = None
     damping: float | None = None
+    least_damping: float = 0.0
     row_weight: Tensor | None = None
     positions: int = 1
     name: str = "layer"
@@ -118,6 +120,7 @@ class Problem:
             psi,
             self.damping,
             first=first,
+            least=self.least_damping,
             protected=self.protected,
             name=self.name,
             samples=self.samples,

@@ -36,7 +36,7 @@ from lobs.pruning.refit.joint import JointRefit
 
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
-WORK_BYTES = 24  # of every weight of a block: copy, gradient, Adam's two averages, exact and best
+WORK_BYTES = 32  # of every weight of a block: copy, gradient, Adam's four, exact and best
 _LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this
 _LEAST_SIZE = 1e-3  # of a layer's inputs, relative to their mean; smaller ones count as this
 _FEWEST_ROWS = 4  # of one step, where there are more
@@ -150,13 +150,15 @@ def _units(block: Repeated, layers: Sequence[Layer]) -> dict[str, Tensor]:
     fit noise in the smallest.
     """
     energies = {
-        layer.name: torch.zeros(layer.groups, layer.columns, device=layer.weight.device)
+        layer.name: torch.zeros(
+            layer.groups, layer.columns, dtype=torch.float64, device=layer.weight.device
+        )
         for layer in layers
     }
 
     def note(layer: Layer, x: Tensor) -> None:
         for piece in layer.patches(x.detach().to(torch.float32)):
-            energies[layer.name] += piece.square().sum(dim=1)
+            energies[layer.name] += piece.double().square().sum(dim=1)
 
     with watching(layer.on_input(partial(note, layer)) for layer in layers):
         for sample in block.samples()[:1]:
@@ -165,7 +167,7 @@ def _units(block: Repeated, layers: Sequence[Layer]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for layer in layers:
         sizes = energies[layer.name].sqrt()
-        unit = (sizes / sizes.mean().clamp_min(1e-30)).clamp_min(_LEAST_SIZE).rsqrt()
+        unit = (sizes / sizes.mean().clamp_min(1e-30)).clamp_min(_LEAST_SIZE).rsqrt().float()
         for name, values in layer.by_column(unit).items():
             key = name.removeprefix(f"{block.name}.")
             found[key] = found[key] * values if key in found else values

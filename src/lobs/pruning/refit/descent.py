@@ -173,7 +173,7 @@ def descend(
         objective: the distance.
         schedule: how long.
         label: what the progress display says.
-        units: for some parameters, the factor on every number's step.
+        units: for some parameters, the factor on each weight's step.
     """
     fault = _fault_of(work, objective)
     if fault:
@@ -217,7 +217,7 @@ class _Adam:
         objective: the distance.
         schedule: how long.
         size: what the first step is relative to, beside the parameters.
-        units: for some parameters, the factor on every number's step.
+        units: for some parameters, the factor on each weight's step.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class _Adam:
             self._step()
 
     def _step(self) -> None:
-        """Take Adam's step in each parameter's units: its size does not depend on gradients'."""
+        """Take Adam's step, and scale it: Adam's own does not depend on the gradient's size."""
         scaled = [
             (p, u) for (_, p, _), u in zip(self.free, self.units, strict=True) if u is not None
         ]
