@@ -59,6 +59,15 @@ def test_influence_of_the_last_layer_is_exactly_one():
     torch.testing.assert_close(influence["5"], torch.ones(1, 5).double())
 
 
+def test_influence_of_every_second_batch_is_that_of_those_batches():
+    model = network()
+    batches = [torch.randn(4, 2, 5, 5).double() for _ in range(5)]
+    found = output_influence(model, batches, find_layers(model), every=2)
+    expected = output_influence(model, batches[::2], find_layers(model))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
 def test_influence_leaves_the_model_as_it_was_even_with_frozen_weights():
     model = network().requires_grad_(False)
     model.train()

@@ -82,6 +82,18 @@ def test_auto_sweeps_where_memory_leaves_no_room():
     assert "by columns" not in Auto()(problem, NByM(2, 4)).status
 
 
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_without_least_squares_it_ends_on_the_same_support_a_little_higher(kind):
+    problem = PROBLEMS[kind]
+    exact, near, plain = (
+        solve(problem, sweep, keep=0.5)
+        for sweep in (ColumnSweep(), ColumnSweep(exact=False), ColumnSweep(exact=False, steps=0))
+    )
+    assert torch.equal(exact.mask, near.mask) and torch.equal(exact.mask, plain.mask)
+    limit = 1e-6 * exact.energy
+    assert exact.error - limit <= near.error <= plain.error + limit
+
+
 def test_other_patterns_are_refused_in_one_line():
     with pytest.raises(LobsError, match="not compatible with Block") as caught:
         solve(Problem(torch.randn(4, 8), make_moment(8)), "columns", Block(0.5))

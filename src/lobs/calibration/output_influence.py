@@ -31,6 +31,7 @@ def output_influence(
     *,
     seed: int = 0,
     skipped: Sequence[int] = (),
+    every: int = 1,
 ) -> dict[str, Tensor]:
     """Return the mean squared Jacobian by output unit: (groups, rows) per layer, in float64.
 
@@ -41,6 +42,7 @@ def output_influence(
         seed: seed of the probes.
         skipped: signs that other processes draw before each batch. Every batch then has the same
             signs as in one process.
+        every: take one batch in so many.
     """
     total = {
         layer.name: torch.zeros(layer.groups, layer.rows, dtype=torch.float64) for layer in layers
@@ -54,6 +56,9 @@ def output_influence(
         track("influence", length(batches)) as advance,
     ):
         for index, batch in enumerate(batches):
+            if index % every:
+                advance(1)
+                continue
             with _probed(layers) as probes:
                 answer = call(model, batch)
             out = main_output(answer)

@@ -30,7 +30,7 @@ from lobs.pruning.refit.joint import JointRefit, refit_jointly
 from lobs.pruning.refit.whole import refit_outputs
 from lobs.pruning.result import LayerResult
 from lobs.pruning.session import Session
-from lobs.solvers import Auto, solve
+from lobs.solvers import Auto, ColumnSweep, solve
 from lobs.solvers.masks import joined
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
@@ -281,7 +281,7 @@ class Run:
             else:
                 solver = options.solver
                 if self.draft and isinstance(solver, Auto) and isinstance(target, Sparsity):
-                    solver = solver.start(problem)
+                    solver = ColumnSweep(exact=False)
                 solution = solve(problem, solver, target)
         return FinishedLayer(
             solution,
@@ -342,8 +342,9 @@ def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:
     session.runs += 1
     run = Run(session, plan, _copied(session.model), session.runs, last)
     run.solve_layers()
-    if session.options.numerics.batch_norm and not run.draft:
-        run.update_norms()
+    moved = isinstance(run.refit, BlockRefits) and run.refit.steps
+    if session.options.numerics.batch_norm and not (run.draft or moved):
+        run.update_norms()  # refitted blocks have moved their norms' gains and biases already
     if last and session.refit == "network" and session.by_blocks:
         run.refit_outputs()
     elif last and session.refit != "layers" and run.refit is None:

@@ -29,6 +29,8 @@ from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
+_INFLUENCE_SAMPLES = 256  # of a large network, about; its output influence varies little
+
 T = TypeVar("T")
 
 
@@ -288,10 +290,12 @@ class Session:
     def _output_influence(self, model: nn.Module, layers: list[Layer]) -> dict[str, Tensor]:
         self._influences += 1
         group = process_group()
-        skipped = self.calibration.drawn_elsewhere(group.rank) if group.size > 1 else ()
+        seen = self.calibration
+        skipped = seen.drawn_elsewhere(group.rank) if group.size > 1 else ()
+        every = max(1, seen.samples // _INFLUENCE_SAMPLES) if self.by_blocks else 1
         return self._stored(
             f"influence {self._influences}",
-            lambda: output_influence(model, self.batches, layers, skipped=skipped),
+            lambda: output_influence(model, self.batches, layers, skipped=skipped, every=every),
         )
 
     def _stored(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -40,13 +40,15 @@ class ColumnSweep:
     Args:
         block: columns that lose their cheapest weights together.
         ridge: addition to Ψ's diagonal, relative to it. Without it the pass follows noise.
-        steps: steps of conjugate gradients on layers too wide for least squares.
+        steps: steps of conjugate gradients where there is no least squares.
+        exact: end with least squares, except on layers too wide for it.
         needs: optional `Problem` fields that must be present: none.
     """
 
     block: int = 128
     ridge: float = 0.01
     steps: int = 10
+    exact: bool = True
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +94,7 @@ class ColumnSweep:
         for g in range(len(problem.metrics)):
             self._group(problem, g, choice, mask[g], out[g])
         mask, out = mask.view(problem.weight.shape), out.view(problem.weight.shape)
-        if problem.ridge:  # too large for least squares in float64
+        if problem.ridge or not self.exact:  # too large for least squares in float64
             return finish(problem, out, mask, damping=max(m.damping for m in problem.metrics))
         near = torch.stack(
             [m.scaled(w) for m, w in zip(problem.metrics, out.view(shape), strict=True)]
@@ -118,7 +120,7 @@ class ColumnSweep:
                 out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
                 advance(1)
             del factor
-        if problem.ridge and self.steps:
+        if (problem.ridge or not self.exact) and self.steps:
             self._refit(metric, gram, weight, mask, out)
 
     def _refit(
@@ -126,10 +128,8 @@ class ColumnSweep:
     ) -> None:
         """Improve `out` on its support, in place and strip by strip."""
         for rows in _strips(weight):
-            start = metric.scaled(out[rows])
-            v = approach_least_squares(
-                gram, metric.scaled(weight[rows]), mask[rows], start, steps=self.steps
-            )
+            start, wanted = (metric.scaled(w).to(gram) for w in (out[rows], weight[rows]))
+            v = approach_least_squares(gram, wanted, mask[rows], start, steps=self.steps)
             out[rows] = metric.unscaled(v, weight[rows], mask[rows]).to(out.dtype)
 
     def _pass(
