@@ -92,6 +92,23 @@ class Skips(Decoder):
         return self.head(h)
 
 
+class TwoRows(Decoder):
+    """A second row gets the first row's output, and its blocks an argument of their own."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.other, self.more = nn.Linear(5, 6), nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, x):
+        first = self.start(x) if float(x.sum()) > -1e30 else x
+        for i, block in enumerate(self.blocks):
+            first = block(first, scale=None if i else torch.full((1, 6), 0.5))[0]
+        h = self.other(x)
+        for i, block in enumerate(self.more):
+            h = block(h, scale=first.mean(0, keepdim=True) + 0.1 * i)[0]
+        return self.head(h)
+
+
 class Caches(Decoder):
     """Blocks add to a cache that the network makes for each call."""
 
@@ -218,7 +235,7 @@ def rerun(*given):
     return [Rerun(*given)]
 
 
-@pytest.mark.parametrize("kind", [Decoder, Own, CachesByPosition, WorksInPlace, Attention])
+@pytest.mark.parametrize("kind", [Decoder, Own, TwoRows, CachesByPosition, WorksInPlace, Attention])
 def test_repeated_blocks_give_the_bits_of_running_the_network(kind):
     torch.manual_seed(0)
     dense = kind()

@@ -103,7 +103,8 @@ def look(model: nn.Module, batch: Any, layers: Sequence[Layer], names: Sequence[
         return []
     if not all(_repeats(model, blocks, calls, outs) for blocks in rows):
         return []
-    if not all(uniform for _, uniform, _ in plan) and not _steady(model, batch, names, calls):
+    others = [blocks for blocks, uniform, _ in plan if not uniform]
+    if not all(_steady(model, batch, blocks, calls) for blocks in others):
         return []
     return [list(item) for item in plan]
 
@@ -171,13 +172,13 @@ def _watched(
     return calls, outs
 
 
-def _steady(model: nn.Module, batch: Any, names: Sequence[str], calls: Sequence[_Call]) -> bool:
-    """Return whether the blocks' other arguments stay when the activations change."""
-    moved, _ = _watched(model, batch, names, [], change=1.01)
-    found = {c.name: c.others for c in moved}
-    return all(
-        c.others is None or (c.name in found and c.others.same(found[c.name], torch.equal))  # type: ignore[arg-type]
-        for c in calls
+def _steady(model: nn.Module, batch: Any, blocks: Sequence[str], calls: Sequence[_Call]) -> bool:
+    """Return whether a row's other arguments stay when the activations of its blocks change."""
+    moved, _ = _watched(model, batch, blocks, [], change=1.01)
+    before = {c.name: c.others for c in calls}
+    return len(moved) == len(blocks) and all(
+        now.others is not None and now.others.same(before[now.name], torch.equal)  # type: ignore[arg-type]
+        for now in moved
     )
 
 
