@@ -18,6 +18,7 @@ from lobs.calibration.layer_problem import (
     asymmetric_problem,
     kept_share,
 )
+from lobs.calibration.moments import Moments
 from lobs.layers import find_layers
 from lobs.solvers import linalg
 from lobs.solvers.problem import Problem
@@ -286,6 +287,32 @@ def test_held_out_samples_stay_out_of_the_moments():
             if isinstance(block, Repeated):
                 counts.add((moments.pruned.count, moments.held_out.pruned.count))
     assert counts == {(42, 6)}
+
+
+def _plain():
+    return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("kind", [Depends, _plain])  # reruns and traced steps
+@pytest.mark.parametrize("number", [3, 9])
+def test_reruns_and_steps_hold_the_same_samples_out_of_every_layer(kind, number):
+    torch.manual_seed(0)
+    dense, data = kind(), batches(number)
+    pruned = copy.deepcopy(dense)
+    walk = in_blocks(dense, pruned, data, pairs(dense, pruned), repeated=True)
+    first, moments = next(layers_of(next(walk)))
+    seen = torch.cat(data)
+    held = torch.zeros(number, 16, dtype=torch.bool)
+    if number < 8:
+        held[:, 14:] = True  # the last eighth of every batch
+    else:
+        held[7::8] = True
+    fit, kept = (Moments.of(first, seen.device) for _ in range(2))
+    fit.add(seen[~held.flatten()].unsqueeze(0))
+    kept.add(seen[held.flatten()].unsqueeze(0))
+    torch.testing.assert_close(moments.pruned.moment, fit.moment)
+    torch.testing.assert_close(moments.held_out.pruned.moment, kept.moment)
+    assert (moments.pruned.count, moments.held_out.pruned.count) == (fit.count, kept.count)
 
 
 def test_of_many_batches_one_in_eight_is_held_out():

@@ -14,14 +14,15 @@ from torch import nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks.arguments import cast, flowing, rows_of, shapes
-from lobs.calibration.blocks.base import Block, LayerPair, layers_of, loaded
-from lobs.calibration.blocks.repeated import (
+from lobs.calibration.blocks.base import (
     KEPT_BACK,
-    Repeated,
-    Sample,
+    Block,
+    LayerPair,
     held_out_whole,
-    repeated_blocks,
+    layers_of,
+    loaded,
 )
+from lobs.calibration.blocks.repeated import Repeated, Sample, repeated_blocks
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.rows import candidates
 from lobs.calibration.blocks.traced import given_names, traced_steps
@@ -64,7 +65,7 @@ def in_blocks(
         batches: an iterable that can be read more than once.
         layers: pairs of one layer in the dense and the pruned network, in running order.
         repeated: prefer repeated blocks to the steps of a traced graph, and hold out one sample
-            in eight to judge their refit on.
+            in eight, to choose the aim of layers and to judge a refit on.
     """
     with evaluating(dense), evaluating(pruned):
         for block in _made(dense, pruned, batches, layers, repeated):
@@ -85,9 +86,9 @@ def _made(
             return found
     names = given_names(dense, batches)
     with process_group().raise_together():
-        steps = traced_steps(dense, pruned, batches, layers, names)
+        steps = traced_steps(dense, pruned, batches, layers, names, hold_out=repeated)
     if steps is not None:
         return steps
     return repeated_blocks(dense, pruned, batches, layers) or [
-        Rerun(dense, pruned, batches, layers)
+        Rerun(dense, pruned, batches, layers, hold_out=repeated)
     ]

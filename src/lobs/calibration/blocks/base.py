@@ -20,6 +20,7 @@ from lobs.calibration.moments import PairedMoments
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 
+KEPT_BACK = 8  # one sample in so many is held out
 IN_MEMORY = 4 * 2**30  # bytes of activations that may stay in memory
 _WORTH_A_FILE = 2**16
 
@@ -45,6 +46,7 @@ class Block(ABC):
         self.calls: dict[str, int] = {}  # calls of each layer in one pass, where not one
 
     holds_out = False  # whether some samples are kept out of the layers' moments
+    count = 0  # batches of this process, where samples are held out
 
     @abstractmethod
     def both(self) -> Iterator[tuple[Run, Run]]:
@@ -59,11 +61,19 @@ class Block(ABC):
             layers: the layers.
             held_out: take the held-out samples instead.
         """
-        for dense, pruned in () if held_out else self.both():
-            yield (
+        if held_out and not self.holds_out:
+            return
+        counts = process_group().all_gather(self.count)
+        total, first = sum(counts), sum(counts[: process_group().rank])
+        whole = not self.holds_out or total >= KEPT_BACK
+        for number, (dense, pruned) in enumerate(self.both(), start=first):
+            if self.holds_out and whole and held_out_whole(number, total) is not held_out:
+                continue
+            found = (
                 inputs_of([a for a, _ in layers], self.calls, dense),
                 inputs_of([b for _, b in layers], self.calls, pruned),
             )
+            yield found if whole else (_cut(found[0], held_out), _cut(found[1], held_out))
 
     def advance(self) -> None:  # noqa: B027 - a block that keeps no state has nothing to do
         """Leave this block behind, now that its layers are pruned."""
@@ -102,6 +112,27 @@ class Block(ABC):
                 for x, x_hat in zip(xs, xs_hat, strict=True):
                     moments[before.name].add(before, x, x_hat)
             yield
+
+
+def held_out_whole(number: int, total: int) -> bool:
+    """Return whether an uncut batch is held out: every eighth, or the last of fewer.
+
+    Args:
+        number: the batch's number.
+        total: number of batches, in all processes.
+    """
+    every = KEPT_BACK if total >= KEPT_BACK else max(2, total)
+    return number % every == every - 1
+
+
+def _cut(inputs: Inputs, held_out: bool) -> Inputs:
+    """Return the last eighth of every input's rows, or the others."""
+
+    def part(x: Tensor) -> Tensor:
+        edge = len(x) - len(x) // KEPT_BACK
+        return x[edge:] if held_out else x[:edge]
+
+    return {name: [part(x) for x in some] for name, some in inputs.items()}
 
 
 def inputs_of(layers: Sequence[Layer], calls: Mapping[str, int], run: Run) -> Inputs:

@@ -25,11 +25,13 @@ from lobs._system.distributed import process_group
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.arguments import Arguments, flowing, shapes
 from lobs.calibration.blocks.base import (
+    KEPT_BACK,
     Block,
     Inputs,
     LayerPair,
     Run,
     allowed_in_memory,
+    held_out_whole,
     inputs_of,
     loaded,
     size,
@@ -40,19 +42,6 @@ from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.rows import Row, candidates, captured, look
 from lobs.calibration.forward import length
 from lobs.layers import watching
-
-KEPT_BACK = 8  # one sample in so many is held out
-
-
-def held_out_whole(number: int, total: int) -> bool:
-    """Return whether an uncut batch is held out: every eighth, or the last of fewer.
-
-    Args:
-        number: the batch's number.
-        total: number of batches, in all processes.
-    """
-    every = KEPT_BACK if total >= KEPT_BACK else max(2, total)
-    return number % every == every - 1
 
 
 @dataclass
@@ -268,11 +257,11 @@ def repeated_blocks(
     with process_group().raise_together():
         batch = next(iter(batches), None)
         if batch is not None:
-            own = [before for before, _ in layers]
+            listed = [before for before, _ in layers]
             inner, outer = candidates(dense), candidates(dense, outermost=True)
-            plan = look(dense, batch, own, inner)
+            plan = look(dense, batch, listed, inner)
             if not plan and outer != inner:
-                plan = look(dense, batch, own, outer)
+                plan = look(dense, batch, listed, outer)
     # A process without data follows the others.
     plans = [found for found in process_group().all_gather(plan) if found is not None]
     if not plans or any(found != plans[0] for found in plans) or not plans[0]:
@@ -281,7 +270,8 @@ def repeated_blocks(
     made: list[Block] = []
     for blocks, uniform, names in plans[0]:
         if not blocks:
-            made.append(Rerun(dense, pruned, batches, [pairs[name] for name in names]))
+            own = [pairs[name] for name in names]
+            made.append(Rerun(dense, pruned, batches, own, hold_out=hold_out))
             continue
         streams = Streams((dense, pruned), batches, Row(blocks, uniform), hold_out)
         made += [

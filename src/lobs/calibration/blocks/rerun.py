@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lobs.calibration.blocks.base import Block, LayerPair, Run
-from lobs.calibration.forward import call
+from lobs.calibration.forward import call, length
 
 
 class Rerun(Block):
@@ -24,9 +24,12 @@ class Rerun(Block):
         pruned: nn.Module,
         batches: Iterable[Any],
         layers: Sequence[LayerPair],
+        *,
+        hold_out: bool = False,
     ) -> None:
         super().__init__(layers, "")
         self.models, self.batches = (dense, pruned), batches
+        self.holds_out, self.count = hold_out, length(batches) or 0
 
     def both(self) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""

@@ -92,9 +92,12 @@ class _Steps:
 class Step(Block):
     """Run one traced step that holds layers."""
 
-    def __init__(self, steps: _Steps, number: int, layers: Sequence[LayerPair]) -> None:
+    def __init__(
+        self, steps: _Steps, number: int, layers: Sequence[LayerPair], hold_out: bool
+    ) -> None:
         super().__init__(layers, "")
         self.steps, self.number = steps, number
+        self.holds_out, self.count = hold_out, len(steps.values)
 
     def both(self) -> Iterator[tuple[Run, Run]]:
         """See `Block`."""
@@ -130,11 +133,21 @@ def traced_steps(
     batches: Iterable[Any],
     layers: Sequence[LayerPair],
     names: tuple[frozenset[str] | None, ...],
+    *,
+    hold_out: bool = False,
 ) -> list[Block] | None:
     """Return the traced steps that hold layers.
 
     None where the network cannot be traced, where a layer runs more than once, or where batches
     differ in the arguments that they give.
+
+    Args:
+        dense: the network before pruning.
+        pruned: the copy whose layers the caller writes.
+        batches: an iterable that can be read more than once.
+        layers: pairs of one layer in the dense and the pruned network.
+        names: the sets of arguments that batches give.
+        hold_out: keep one sample in eight out of the layers' moments.
     """
     if len(names) != 1 or any(before.tied or before.root for before, _ in layers):
         return None
@@ -155,7 +168,7 @@ def traced_steps(
     if sorted(running) != sorted(before.name for before, _ in layers):
         return None
     steps = _Steps(dense, pruned, traced.graph, batches)
-    return [Step(steps, number, found) for number, found in holding.items()]
+    return [Step(steps, number, found, hold_out) for number, found in holding.items()]
 
 
 def _held(values: Mapping[fx.Node, Any]) -> int:
