@@ -297,10 +297,10 @@ def test_one_huge_token_does_not_drown_the_others():
     wanted = torch.randn(2, 9, 4)
     huge = wanted.clone()
     huge[:, 0] *= 1000
-    from lobs.pruning.refit.blocks import _energy, _size
+    from lobs.pruning.refit.blocks import _by_size, _energy
 
     moved = 0.1 * torch.ones_like(wanted)
-    far, far_huge = ((moved / _size(x)).square()[:, 1:].sum() for x in (wanted, huge))
+    far, far_huge = (_by_size(moved, x).square()[:, 1:].sum() for x in (wanted, huge))
     torch.testing.assert_close(far, far_huge)
     assert _energy(huge) == pytest.approx(_energy(wanted), rel=1e-5) == pytest.approx(72, rel=1e-5)
     images = torch.randn(2, 4, 3, 3)

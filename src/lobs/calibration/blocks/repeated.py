@@ -11,7 +11,6 @@ reached by running the network, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,11 +54,6 @@ class Sample:
     arguments: Arguments
     wanted: Tensor | memory.Shelved
     held_out: bool
-
-    @property
-    def wanted_size(self) -> int:
-        """Return how many numbers the dense block's output has."""
-        return math.prod(self.wanted.shape)
 
     @property
     def form(self) -> Hashable:

@@ -33,6 +33,7 @@ from lobs.pruning.refit.descent import (
     separable,
 )
 from lobs.pruning.refit.joint import JointRefit
+from lobs.solvers import linalg
 
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
@@ -182,20 +183,16 @@ class _BlockDistance:
 
     def __init__(self, work: nn.Module, samples: Sequence[Sample], free: Free) -> None:
         self.samples = samples
-        counts = [len(loaded(sample.inputs)) for sample in samples]
-        energies = [_energy(loaded(sample.wanted)) for sample in samples]
-        sizes = [sample.wanted_size for sample in samples]
-        held = [sample.held_out for sample in samples]
-        fit = sum(n for n, out in zip(counts, held, strict=True) if not out)
+        counts = [sample.inputs.shape[0] for sample in samples]
+        held = [sample for sample in samples if sample.held_out]
         group = process_group()
-        total, energy, size, self.held_energy = group.sum_numbers(
-            float(fit),
-            sum(energies),
-            float(sum(sizes)),
-            sum(e for e, out in zip(energies, held, strict=True) if out),
+        total, size, self.held_energy = group.sum_numbers(
+            float(sum(counts) - sum(sample.inputs.shape[0] for sample in held)),
+            float(sum(math.prod(sample.wanted.shape) for sample in held)),
+            sum(_energy(loaded(sample.wanted)) for sample in held),
         )
         # Adam's steps do not depend on the loss's scale, as long as float32 holds the gradients.
-        self._scale = size / max(energy, 1e-30)
+        self._scale = size / max(self.held_energy, 1e-30)
         even, enough = total / SCHEDULE.steps, _enough_rows(samples, free)
         self.rows = max(1, math.floor(min(even, enough) / group.size))
         self.steps = SCHEDULE.steps if enough < even else None
@@ -218,13 +215,12 @@ class _BlockDistance:
 
     def _squared(self, work: nn.Module, piece: Piece) -> Tensor:
         sample = self.samples[piece.sample]
-        x, wanted = loaded(sample.inputs), loaded(sample.wanted)
         rows = slice(piece.rows.start, piece.rows.stop)
-        arguments = sample.arguments.rows(rows, len(x)).to(torch.float32)
-        out = flowing(arguments.run(work, x[rows].to(torch.float32, copy=True)))
+        x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
+        arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
+        out = flowing(arguments.run(work, x.to(torch.float32, copy=True)))
         assert out is not None
-        goal = wanted[rows].to(torch.float32)
-        far: Tensor = ((out - goal) / _size(goal)).square().sum()
+        far: Tensor = _by_size(out - goal, goal).square().sum()
         return far
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
@@ -233,26 +229,27 @@ class _BlockDistance:
         return all(separable(partial(self._squared, work), piece) for piece in forms.values())
 
 
-def _size(wanted: Tensor) -> Tensor:
-    """Return what deviations are divided by: in sequences, the size of each position's features.
+def _by_size(far: Tensor, wanted: Tensor) -> Tensor:
+    """Divide deviations in sequences by the size of each position's features.
 
     Norms stand between the blocks of a transformer, so a deviation counts by its share of the
     position. Single tokens can be a thousand times larger than all others.
     """
     if wanted.dim() != 3:
-        return wanted.new_ones(())
+        return far
     each = wanted.square().mean(dim=-1, keepdim=True)
-    return each.maximum(_LEAST_ENERGY * each.median(dim=1, keepdim=True).values + 1e-30).sqrt()
+    least = _LEAST_ENERGY * each.median(dim=1, keepdim=True).values + 1e-30
+    return far / each.maximum(least).sqrt()
 
 
 def _energy(wanted: Tensor) -> float:
     wanted = wanted.to(torch.float32)
-    return float((wanted / _size(wanted)).double().square().sum())
+    return linalg.energy(_by_size(wanted, wanted))
 
 
 def _enough_rows(samples: Sequence[Sample], free: Free) -> float:
     """Return how many rows one step needs, in all processes."""
     weights = sum(p.numel() if mask is None else int(mask.sum()) for _, p, mask in free)
-    outputs = loaded(samples[0].wanted)[0].numel() if samples else 0
+    outputs = math.prod(samples[0].wanted.shape[1:]) if samples else 0
     most: int = max(process_group().all_gather(outputs))
     return max(_FEWEST_ROWS, math.ceil(_OUTPUTS_PER_WEIGHT * weights / max(1, most)))
