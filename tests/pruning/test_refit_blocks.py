@@ -350,29 +350,43 @@ def test_a_gpt2_is_refitted():
     assert "2 of 2 blocks" in result.settings["refit"]
 
 
-def test_weights_of_large_inputs_take_shorter_steps(monkeypatch):
-    from lobs.pruning.refit import blocks as refit
+def test_steps_are_one_over_the_root_of_the_curvature():
+    """For a linear block the curvature of a weight is its input's energy, in every row."""
+    from lobs.pruning.refit import descent
 
-    found, whole = [], refit._units
+    torch.manual_seed(0)
+    work, wanted = nn.Linear(6, 4), torch.randn(512, 4)
+    x = torch.randn(512, 6) * torch.tensor([100.0, 1.0, 1.0, 1.0, 1.0, 0.0])
 
-    def spied(*given):
-        found.append(whole(*given))
-        return found[-1]
+    class Distance:
+        fit = held = descent.cut([descent.Piece(0, range(512))], 64)
+        rows, steps = 64, None
 
-    monkeypatch.setattr(refit, "_units", spied)
-    dense, seen = tower(), []
-    with torch.no_grad():
-        dense.blocks[0].norm.weight[2] = 400.0  # as in language models
-    batches = data()
-    dense.blocks[0].up.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    dense(batches[0])
-    own = copy.deepcopy(dense)
-    own.blocks[0].up._forward_pre_hooks.clear()
-    pruned(own, batches, skip="start")
-    size = seen[0].square().sum(dim=0).sqrt()
-    wanted = (size / size.mean()).clamp_min(1e-3).rsqrt().detach()
-    torch.testing.assert_close(found[0]["up.weight"], wanted.expand(24, 8), rtol=1e-3, atol=1e-3)
-    assert found[0]["up.weight"][0, 2] < 0.2 * found[0]["up.weight"][0, 1]
+        def far(self, work, piece):
+            rows = slice(piece.rows.start, piece.rows.stop)
+            return work(x[rows]) - wanted[rows]
+
+        def loss(self, work, piece):
+            return self.far(work, piece).square().sum()
+
+        def probe(self, work, piece, generator):
+            far = self.far(work, piece)
+            return (far * descent.random_signs(far, generator)).sum()
+
+    distance = Distance()
+    free = [(name, p, None) for name, p in work.named_parameters()]
+    loss = sum(float(distance.loss(work, piece).detach()) for piece in distance.fit)
+    sizes, bias = descent._step_sizes(work, free, distance)
+    curvature = x.square().sum(dim=0) + descent._FLOOR * x.square().sum(dim=0).mean()
+    wanted_sizes = (loss / 28 / curvature).sqrt().expand(4, 6)
+    torch.testing.assert_close(sizes / wanted_sizes, torch.ones(4, 6), rtol=0, atol=1)
+    torch.testing.assert_close(bias, torch.full((4,), (loss / 28 / 512) ** 0.5), rtol=1, atol=0)
+
+
+def test_weights_without_influence_stay():
+    from lobs.pruning.refit.descent import _smoothed
+
+    assert (1 / _smoothed(torch.zeros(3, 4))).eq(0).all()
 
 
 def test_inputs_of_any_size_are_refitted():

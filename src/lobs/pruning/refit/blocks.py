@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
-from lobs.layers import Layer, watching
+from lobs.layers import Layer
 from lobs.pruning.refit.descent import (
     Free,
     Piece,
@@ -30,6 +30,7 @@ from lobs.pruning.refit.descent import (
     cut,
     descend,
     free_parameters,
+    random_signs,
     separable,
 )
 from lobs.pruning.refit.joint import JointRefit
@@ -37,9 +38,8 @@ from lobs.solvers import linalg
 
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
-WORK_BYTES = 32  # of every weight of a block: copy, gradient, Adam's four, exact and best
+WORK_BYTES = 32  # of a block's weight: copy, gradient, Adam's two, step, size, exact and best
 _LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this
-_LEAST_SIZE = 1e-3  # of a layer's inputs, relative to their mean; smaller ones count as this
 _FEWEST_ROWS = 4  # of one step, where there are more
 
 
@@ -133,46 +133,12 @@ def refit_block(
     distance = _BlockDistance(work, block.samples(), free)
     if not distance.held_energy:
         return BlockRefit(block.name, reason="no sample could be held out")
-    units = _units(block, layers)
-    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}", units)
+    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}")
     if found.reason:
         return BlockRefit(block.name, reason=found.reason)
     if not 0 < found.before < math.inf:
         return BlockRefit(block.name, reason=f"its deviation is {found.before:g}")
     return BlockRefit(block.name, found.before, found.after, found.epochs, found.held_out)
-
-
-@torch.no_grad()
-def _units(block: Repeated, layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Return the factor on each weight's step: one over the root of its input's typical size.
-
-    Inputs of one layer differ in size, a hundredfold in language models. With even steps the
-    largest would decide how long a step may be. Steps in proportion to one over the size would
-    fit noise in the smallest.
-    """
-    energies = {
-        layer.name: torch.zeros(
-            layer.groups, layer.columns, dtype=torch.float64, device=layer.weight.device
-        )
-        for layer in layers
-    }
-
-    def note(layer: Layer, x: Tensor) -> None:
-        for piece in layer.patches(x.detach().to(torch.float32)):
-            energies[layer.name] += piece.double().square().sum(dim=1)
-
-    with watching(layer.on_input(partial(note, layer)) for layer in layers):
-        for sample in block.samples()[:1]:
-            sample.arguments.run(block.module, loaded(sample.inputs).clone())
-    process_group().all_reduce(*energies.values())
-    found: dict[str, Tensor] = {}
-    for layer in layers:
-        sizes = energies[layer.name].sqrt()
-        unit = (sizes / sizes.mean().clamp_min(1e-30)).clamp_min(_LEAST_SIZE).rsqrt().float()
-        for name, values in layer.by_column(unit).items():
-            key = name.removeprefix(f"{block.name}.")
-            found[key] = found[key] * values if key in found else values
-    return found
 
 
 class _BlockDistance:
@@ -206,6 +172,12 @@ class _BlockDistance:
         """See `Objective`."""
         return self._scale * self._squared(work, piece)
 
+    def probe(self, work: nn.Module, piece: Piece, generator: torch.Generator) -> Tensor:
+        """See `Objective`."""
+        out, goal = self._outputs(work, piece)
+        signs = random_signs(goal, generator)
+        return math.sqrt(self._scale) * (_by_size(signs, goal) * out).sum()
+
     @torch.no_grad()
     def distance(self, work: nn.Module) -> float:
         """See `Objective`."""
@@ -214,14 +186,19 @@ class _BlockDistance:
         return far / self.held_energy if self.held_energy else 0.0
 
     def _squared(self, work: nn.Module, piece: Piece) -> Tensor:
+        out, goal = self._outputs(work, piece)
+        far: Tensor = _by_size(out - goal, goal).square().sum()
+        return far
+
+    def _outputs(self, work: nn.Module, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Return the block's output on a piece, and the dense block's."""
         sample = self.samples[piece.sample]
         rows = slice(piece.rows.start, piece.rows.stop)
         x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
         arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
         out = flowing(arguments.run(work, x.to(torch.float32, copy=True)))
         assert out is not None
-        far: Tensor = _by_size(out - goal, goal).square().sum()
-        return far
+        return out, goal
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
         """Return whether rows are independent in one sample of every form."""
