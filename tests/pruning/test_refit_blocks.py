@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lobs
+from lobs.calibration.comparison import compare
 from lobs.pruning.refit import joint
 from lobs.pruning.refit.descent import Schedule
 
@@ -417,3 +418,24 @@ def test_a_round_that_only_measures_influences_does_not_walk_the_network(monkeyp
 def target_count(result):
     total = sum(layer.total for layer in result.layers)
     return total - lobs.Sparsity(0.6).count(total)
+
+
+def test_large_images_are_sampled_and_small_ones_are_not(monkeypatch):
+    """The moments of a sampled layer are those of all positions, but for the draw."""
+    from lobs.calibration.blocks import base
+
+    torch.manual_seed(0)
+    parts = (nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(3))
+    dense = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(*parts)).eval()
+    batches = [torch.randn(8, 3, 24, 24) for _ in range(8)]
+    found = {}
+    for enough in (64, 10**9):
+        monkeypatch.setattr(base, "_ENOUGH", enough)
+        found[enough] = pruned(dense, batches, refit="blocks")
+    names = [layer.name for layer in found[64].layers]
+    few, all_of_them = ({x.name: x.samples for x in found[e].layers} for e in (64, 10**9))
+    assert all(64 * 27 <= few[name] < all_of_them[name] for name in names if name != "0")
+    # As good on other images, within a tenth.
+    other = [torch.randn(8, 3, 24, 24)]
+    distances = [compare(dense, found[e].model, other).output for e in (64, 10**9)]
+    assert distances[0] < 1.1 * distances[1]

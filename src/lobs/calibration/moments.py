@@ -225,13 +225,15 @@ class PairedMoments:
             layer.groups, lines, dtype=torch.float64, device=layer.weight.device
         )
 
-    def add(self, layer: Layer, x: Tensor, x_hat: Tensor) -> None:
+    def add(self, layer: Layer, x: Tensor, x_hat: Tensor, *, step: int = 1, start: int = 0) -> None:
         """Add the input of one call.
 
         Args:
             layer: the layer, in the dense network.
             x: its input in the dense network.
             x_hat: its input in the pruned network.
+            step: distance between the positions of an image that are taken.
+            start: the first such position, modulo the step.
         """
         if x.shape != x_hat.shape:
             raise CalibrationError(
@@ -241,7 +243,7 @@ class PairedMoments:
         if self._shared:
             return
         if torch.equal(x, x_hat):  # no layer before this one has been pruned
-            for piece in layer.patches(x_hat) if self._like is None else ():
+            for piece in layer.sampled(x_hat, step, start) if self._like is None else ():
                 self.pruned.add(piece)
             return
         own = torch.promote_types(x.dtype, torch.float32)
@@ -249,7 +251,9 @@ class PairedMoments:
         weight = layer.unfolded(layer.weight.detach()).to(kind) if self._weighed else None
         # Patches are selections of the input, so a difference has the differences as its patches.
         for difference, pruned in zip(
-            layer.patches(x.to(own) - x_hat.to(own)), layer.patches(x_hat), strict=True
+            layer.sampled(x.to(own) - x_hat.to(own), step, start),
+            layer.sampled(x_hat, step, start),
+            strict=True,
         ):
             if self._like is None:
                 self.pruned.add(pruned)

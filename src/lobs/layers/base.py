@@ -92,6 +92,20 @@ class Layer(ABC):
     def patches(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the input vectors of one call, as pieces of shape (groups, n, columns)."""
 
+    def spacing(self, vectors: int, enough: int) -> int:
+        """Return the step between positions that leaves about `enough` of so many vectors."""
+        return 1
+
+    def sampled(self, x: Tensor, step: int, start: int) -> Iterator[Tensor]:
+        """Yield the input vectors at some positions of one call, as `patches` does.
+
+        Args:
+            x: the input.
+            step: distance between positions, in each dimension.
+            start: the first position, which is taken modulo the step.
+        """
+        return self.patches(x)
+
     @abstractmethod
     def vectors(self, x: Tensor) -> int:
         """Return the number of vectors that `patches` would yield for this input."""

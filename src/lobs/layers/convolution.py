@@ -64,8 +64,20 @@ class WindowedLayer(Layer):
 
     def patches(self, x: Tensor) -> Iterator[Tensor]:
         """Copy windows piece by piece: several images, or several lines of a large image."""
+        return self.sampled(x, 1, 0)
+
+    def spacing(self, vectors: int, enough: int) -> int:
+        """Return the step: neighbouring windows are much alike."""
+        return max(1, int((vectors / max(1, enough)) ** (1 / self.dimensions)))
+
+    def sampled(self, x: Tensor, step: int, start: int) -> Iterator[Tensor]:
+        """Copy windows at some positions."""
         n, g = self.dimensions, self.groups
         windows = self.windows(x if x.dim() == n + 2 else x.unsqueeze(0))
+        if step > 1:
+            sizes = windows.shape[2 : 2 + n]
+            places = (slice(start % min(step, size), None, step) for size in sizes)
+            windows = windows[(slice(None), slice(None), *places)]
         batch, channels, high = windows.shape[:3]
         wide = windows.shape[3 : 2 + n].numel()
         by_group = windows.unflatten(1, (g, channels // g))  # type: ignore[no-untyped-call]

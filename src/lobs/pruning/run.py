@@ -218,8 +218,14 @@ class Run:
         known = [layer.name for layer, _ in pairs if self._known(layer)]
         by_blocks = self.last and session.by_blocks
         refits: list[BlockRefit] = []
+        vectors = {name: session.calibration.count(name) for name in order} if by_blocks else None
         for block in in_blocks(
-            session.model, self.model, session.batches, pairs, repeated=by_blocks
+            session.model,
+            self.model,
+            session.batches,
+            pairs,
+            repeated=by_blocks,
+            vectors=vectors,
         ):
             for layer, moments in layers_of(block, known):
                 self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023

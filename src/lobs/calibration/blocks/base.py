@@ -23,6 +23,7 @@ from lobs.layers import Layer, watching
 KEPT_BACK = 8  # one sample in so many is held out
 IN_MEMORY = 4 * 2**30  # bytes of activations that may stay in memory
 _WORTH_A_FILE = 2**16
+_ENOUGH = 64  # input vectors for every column of a layer; of images with more, some positions serve
 
 LayerPair = tuple[Layer, Layer]
 Run = Callable[[], Any]
@@ -45,6 +46,7 @@ class Block(ABC):
         self.layers, self.name = layers, name
         self.calls: dict[str, int] = {}  # calls of each layer in one pass, where not one
 
+    vectors: Mapping[str, int] = {}  # of each layer's inputs in all data, where positions may go
     holds_out = False  # whether some samples are kept out of the layers' moments
     count = 0  # batches of this process, where samples are held out
 
@@ -100,7 +102,8 @@ class Block(ABC):
             moments: their moments, by name.
             held_out: take the held-out samples instead.
         """
-        for dense_inputs, pruned_inputs in self.inputs(together, held_out=held_out):
+        inputs = self.inputs(together, held_out=held_out)
+        for number, (dense_inputs, pruned_inputs) in enumerate(inputs):
             for before, after in together:
                 xs, xs_hat = dense_inputs[before.name], pruned_inputs[after.name]
                 if len(xs) != len(xs_hat):
@@ -109,8 +112,9 @@ class Block(ABC):
                         f"network and {len(xs_hat)} times once layers before it are pruned, so "
                         "their inputs cannot be compared. Use inputs='dense'."
                     )
+                step = before.spacing(self.vectors.get(before.name, 0), _ENOUGH * before.columns)
                 for x, x_hat in zip(xs, xs_hat, strict=True):
-                    moments[before.name].add(before, x, x_hat)
+                    moments[before.name].add(before, x, x_hat, step=step, start=number)
             yield
 
 
