@@ -287,9 +287,9 @@ class _Adam:
 
 
 def _step_sizes(work: nn.Module, free: Free, objective: Objective) -> list[Tensor]:
-    """Return √(L / N h) for every weight: N such steps add L to the loss, if independent.
+    """Return √(L / N h) for every weight: L is the loss now, N their number, h half a curvature.
 
-    L is the loss now, N the number of free weights and h half a weight's curvature.
+    If weights acted independently, moving all of them that far would add L to the loss.
     """
     generator = torch.Generator().manual_seed(process_group().rank)
     squares = [torch.zeros_like(p, dtype=torch.float64) for _, p, _ in free]
