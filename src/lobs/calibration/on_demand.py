@@ -78,6 +78,8 @@ def gathered(
 ) -> Gathered:
     """Count samples and vectors in one pass, and leave the moments for later.
 
+    A layer that no batch reaches is missing in the result.
+
     Args:
         model: the network.
         batches: calibration batches that can be read again.
@@ -85,7 +87,9 @@ def gathered(
         run_store: where finished passes are kept.
         room: bytes for the moments of one pass; None for no limit.
     """
-    seen = collect_moments(model, batches, layers, run_store=run_store, counts_only=True)
+    seen = collect_moments(
+        model, batches, layers, run_store=run_store, counts_only=True, required=False
+    )
     known = {f.name: getattr(seen, f.name) for f in fields(Calibration)}
     return Gathered(
         **known,

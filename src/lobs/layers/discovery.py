@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import NoneType
@@ -72,20 +72,50 @@ def find_layers(
     """Return the prunable layers in the order of the module tree.
 
     Modules that share a weight are one layer, with the name of the first. Any of their names
-    chooses it.
+    chooses it. By default, layers that cannot be pruned are left out.
 
     Args:
         model: any network.
-        layers: names or globs of the wanted layers; all by default.
+        layers: names or globs of the wanted layers; all that can be pruned by default.
         skip: names or globs of layers to leave out.
 
     Raises:
-        UnsupportedLayerError: no layer is chosen, or a chosen layer cannot be pruned.
+        UnsupportedLayerError: no layer is left, or a layer that `layers` names cannot be pruned.
     """
     chosen = choose_layers(model, layers, skip)
-    for name, reason in _refused(model, chosen).items():
-        raise UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
-    return chosen
+    refused = _refused(model, chosen)
+    if refused and (layers is not None or len(refused) == len(chosen)):
+        raise refusal(refused)
+    return [layer for layer in chosen if layer.name not in refused]
+
+
+def refusal(reasons: Mapping[str, str]) -> UnsupportedLayerError:
+    """Return one error for all layers that cannot be pruned, with the line that goes on.
+
+    Args:
+        reasons: why each cannot be pruned, and the remedy, by layer name.
+    """
+    if len(reasons) == 1:
+        ((name, reason),) = reasons.items()
+        return UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    parts = [f"{named(names)}: {reason}" for reason, names in by_reason.items()]
+    return UnsupportedLayerError(
+        f"{len(reasons)} layers cannot be pruned. {'; '.join(parts)}, or skip them all: "
+        f"skip={[*reasons]}."
+    )
+
+
+def named(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in quotes, and how many more there are.
+
+    >>> named(["a", "b", "c", "d"], 2)
+    "'a', 'b' and 2 more"
+    """
+    first = ", ".join(f"'{name}'" for name in names[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} more"
 
 
 def choose_layers(

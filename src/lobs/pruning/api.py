@@ -17,6 +17,7 @@ from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches, guarded
 from lobs.errors import LobsError, caution, warning_once
+from lobs.pruning.coverage import warn_of
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
 from lobs.pruning.feasibility import empty_target
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
@@ -70,10 +71,9 @@ def prune(
     data = guarded(batches)
     other = None if held_out is None else guarded(held_out, again=False, name="held_out")
     with _prepared(model, asked, progress) as log, _opened(model, data, asked) as session:
-        samples = session.calibration.samples
+        asked, samples = session.options, session.calibration.samples
         calibrated = time.perf_counter() - began
-        drop = isinstance(asked.target, Budget) and asked.target.drop is not None
-        run, trials = search_drop(session) if drop else (run_rounds(session), [])
+        run, trials = _pruned(session)
         certificate, preview = run.certify(other), session.preview(run.removed())
         layers, solutions = run.results(), run.solutions()
     _check_left(asked, solutions, trials)
@@ -92,7 +92,16 @@ def prune(
         preview=preview,
         phases=log.seconds,
         peak_bytes=peak_bytes(),
+        coverage=session.coverage,
     )
+
+
+def _pruned(session: Session) -> tuple[Run, list[Trial]]:
+    """Return the last run of a session, and the trials where a drop was searched for."""
+    target = session.options.target
+    if isinstance(target, Budget) and target.drop is not None:
+        return search_drop(session)
+    return run_rounds(session), []
 
 
 def forecast(
@@ -163,6 +172,8 @@ def _opened(model: nn.Module, data: Batches, asked: Options) -> Iterator[Session
             ahead = _forecasted(model, data, asked)
             log_event("forecast", **ahead.as_dict())
             session.pass_bytes = ahead.room
+        session.leave_unreached()
+        warn_of(session.coverage)
         yield session
 
 

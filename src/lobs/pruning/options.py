@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
@@ -16,6 +16,7 @@ from lobs._system import memory as memory_limit
 from lobs.errors import LobsError
 from lobs.layers import Layer, find_layers
 from lobs.pruning import feasibility
+from lobs.pruning.coverage import left_dense
 from lobs.pruning.refit.joint import WORK, Refit
 from lobs.solvers import Auto, as_solver
 from lobs.solvers.problem import Solver
@@ -132,6 +133,17 @@ class Options:
     layers: tuple[Layer, ...]
     numerics: Numerics
     execution: Execution
+    named: bool = False  # the caller named the layers, so none of them may be left out
+    left: Mapping[str, str] = field(default_factory=dict)  # why layers stay dense, by name
+
+    def without(self, reasons: Mapping[str, str]) -> Options:
+        """Return the options without some layers, which stay as they are.
+
+        Args:
+            reasons: why each layer is left out, by name.
+        """
+        layers = tuple(layer for layer in self.layers if layer.name not in reasons)
+        return replace(self, layers=layers, left={**self.left, **reasons})
 
     @property
     def shared(self) -> bool:
@@ -186,12 +198,17 @@ def checked(
     numerics, execution = option_values(given)
     if numerics.prune_bias and isinstance(target, Pattern):
         raise LobsError("prune_bias does not go with patterns, which are made of weights.")
-    found = find_layers(model, given.get("layers"), given.get("skip", ()))
+    choice = given.get("layers"), given.get("skip", ())
+    found, left = find_layers(model, *choice), left_dense(model, *choice)
+    feasibility.check_named(target, left)
     feasibility.check(target, model, found, numerics.prune_bias)
     solver = as_solver(given.get("solver", "auto"))
     inputs = _inputs(given.get("inputs"), target)
     refit, work = _refit(given.get("refit"), solver, inputs, execution)
-    return Options(target, solver, inputs, refit, work, tuple(found), numerics, execution)
+    named = choice[0] is not None
+    return Options(
+        target, solver, inputs, refit, work, tuple(found), numerics, execution, named, left
+    )
 
 
 _MOVED = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lobs._system import memory
 from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
 from lobs._system.progress import track
-from lobs.calibration.collect import Calibration, collect_moments
+from lobs.calibration.collect import Calibration, collect_moments, never_reached
 from lobs.calibration.fisher import fisher_diagonal
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
@@ -20,6 +20,7 @@ from lobs.calibration.on_demand import Gathered, gathered
 from lobs.calibration.output_influence import output_influence
 from lobs.layers import Layer, find_layers
 from lobs.pruning import feasibility
+from lobs.pruning.coverage import Coverage, coverage
 from lobs.pruning.finished import Packed
 from lobs.pruning.options import Options
 from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
@@ -88,7 +89,23 @@ class Session:
             return gathered(
                 self.model, self.batches, list(self.layers), self.store, self.pass_bytes
             )
-        return collect_moments(self.model, self.batches, list(self.layers), run_store=self.store)
+        return collect_moments(
+            self.model, self.batches, list(self.layers), run_store=self.store, required=False
+        )
+
+    def leave_unreached(self) -> None:
+        """Leave layers that no batch reaches as they are; refuse them where they were named."""
+        missing = [layer.name for layer in self.layers if layer.name not in self.calibration]
+        if not missing:
+            return
+        if self.options.named or len(missing) == len(self.layers):
+            raise never_reached(missing)
+        self.options = self.options.without(dict.fromkeys(missing, "no batch runs it"))
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """Return how much of the network is to be pruned, and what stays dense."""
+        return coverage(self.model, self.layers, self.options.left)
 
     @cached_property
     def refit(self) -> Refit:

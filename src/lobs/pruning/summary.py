@@ -95,6 +95,8 @@ def _change(result: PruningRecord) -> str:
 
 def _notes(result: PruningRecord) -> list[str]:
     settings, lines = result.settings, [_change(result)]
+    if result.coverage is not None:
+        lines.insert(0, f"Prunable: {result.coverage}")
     damped = [f"{x.name} ({x.damping:.1e})" for x in result.layers if x.damping]
     if damped:
         lines.append(f"Damping λ: {', '.join(damped)}.")
