@@ -15,8 +15,14 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs._system.progress import shown, track
-from lobs.calibration.batches import guarded
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
+from lobs.calibration.forward import (
+    batch_size,
+    call,
+    evaluating,
+    fitted,
+    length,
+    main_output,
+)
 from lobs.calibration.moments import Moments
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, find_layers, watching
@@ -98,7 +104,7 @@ def collect_moments(
         counts_only: only count inputs; their moments and means stay empty.
         required: refuse data that never reach a layer; else the layer is missing in the result.
     """
-    batches = guarded(batches, again=False)
+    batches = fitted(model, batches, again=False)
     chosen, run_store = _as_layers(model, layers), run_store or RunStore()
     stored, complete = _resumed(run_store, key, chosen)
     if complete:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibration.batches import guarded
 from lobs.calibration.collect import Calibration, collect_moments
 from lobs.calibration.comparison import Comparison, compare
+from lobs.calibration.forward import fitted
 from lobs.certificate import bound, lipschitz
 from lobs.certificate.bound import Certificate
 from lobs.errors import CalibrationError, UnsupportedLayerError, caution
@@ -58,7 +58,9 @@ def certify(
             raise UnsupportedLayerError(
                 f"layer '{name}' is {here} in one network and {there} in the other: was it shrunk?"
             )
-    held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
+    if held_out is not None:
+        held_out = fitted(dense, held_out, again=False, name="held_out")
+    batches = fitted(dense, batches, again=False)
     calibration = collect_moments(dense, batches, list(before.values()))
     largest = {}
     for name, layer in before.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lobs.calibration.batch_norm import borrow_statistics
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.comparison import compare
+from lobs.calibration.forward import fitted
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
@@ -166,6 +167,7 @@ def verify_errors(
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
     inputs = settings.get("inputs") if isinstance(settings, dict) else None
+    batches = fitted(dense, batches)
     before = {layer.name: layer for layer in find_layers(dense, recorded)}
     after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     if inputs == "asymmetric":

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 
 from lobs.layers.discovery import is_plain_layer
+from lobs.layers.untouched import untouched
 
 _PATCHED_BY_FX = ("__call__", "__getattr__")
 _tracing = RLock()
@@ -64,7 +65,7 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
         names = argument_names(example)
     shapes: dict[fx.Node, torch.Size] = {}
     try:
-        with _state_restored(model) as changed:
+        with untouched(model) as changed:
             with _patches_removed(model):
                 graph = _Tracer(names).trace(model)
             if example is not None:
@@ -187,28 +188,3 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
     found = [vars(math)]
     found += [getattr(module.forward, "__globals__", {}) for module in model.modules()]
     return iter({id(namespace): namespace for namespace in found}.values())
-
-
-@contextmanager
-def _state_restored(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Restore the attributes and buffers of all modules; list the modules that were changed.
-
-    Constants made in a traced `forward` become attributes of the network, and buffers assigned
-    there become proxies.
-    """
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    changed: list[nn.Module] = []
-    try:
-        yield changed
-    finally:
-        for module, own, buffers in before:
-            if not (_same_items(vars(module), own) and _same_items(module._buffers, buffers)):
-                changed.append(module)
-                vars(module).clear()
-                vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-
-
-def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[key] is value for key, value in b.items())

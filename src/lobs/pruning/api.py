@@ -15,8 +15,10 @@ from lobs._system.distributed import find_group, process_group, use_group
 from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
-from lobs.calibration.batches import Batches, guarded
+from lobs.calibration.batches import Batches
+from lobs.calibration.forward import fitted
 from lobs.errors import LobsError, caution, warning_once
+from lobs.layers.untouched import buffers_kept
 from lobs.pruning.coverage import warn_of
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
 from lobs.pruning.feasibility import empty_target
@@ -68,8 +70,8 @@ def prune(
     if not isinstance(inplace, bool):
         raise LobsError(f"inplace is {inplace!r}: True or False.")
     asked = checked(model, target, options, keep)
-    data = guarded(batches)
-    other = None if held_out is None else guarded(held_out, again=False, name="held_out")
+    data = fitted(model, batches)
+    other = None if held_out is None else fitted(model, held_out, again=False, name="held_out")
     with _prepared(model, asked, progress) as log, _opened(model, data, asked) as session:
         asked, samples = session.options, session.calibration.samples
         calibrated = time.perf_counter() - began
@@ -124,7 +126,7 @@ def forecast(
         **options: as for `prune`.
     """
     asked = checked(model, target, options, keep)
-    data, limit = guarded(batches), asked.execution.memory_bytes
+    data, limit = fitted(model, batches), asked.execution.memory_bytes
     group = find_group(asked.execution.distributed)
     with limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
         return _forecasted(model, data, asked)
@@ -138,6 +140,7 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
         warning_once(),
+        buffers_kept(model),
         torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
         limited(limit, taken),
         shown(progress and group.leads, steps=_steps(asked), layers=_costs(asked)),

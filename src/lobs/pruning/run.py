@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ from lobs.certificate.bound import Certificate
 from lobs.certificate.certify import certificate, layer_errors
 from lobs.errors import LobsError
 from lobs.layers import Layer, find_layers
+from lobs.layers.untouched import copied
 from lobs.pruning.finished import FinishedLayer, network_error
 from lobs.pruning.refit.blocks import BlockRefit, BlockRefits, refit_block
 from lobs.pruning.refit.gauss_newton import parameters_of
@@ -379,7 +379,7 @@ def _refitted(solution: Solution, layer: Layer, measured: LayerDistance) -> Solu
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return copied(model)
     except Exception as error:  # a network may hold locks, open files, tensors with a history
         text = " ".join(str(error).split())
         raise LobsError(

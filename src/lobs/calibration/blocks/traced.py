@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
+from lobs._system.noise import same_noise, seed_of
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.base import (
     Block,
@@ -75,14 +76,15 @@ class _Steps:
             (i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")
         ]
         fresh, shelf = {n for _, n in steps}, memory.Shelf()
-        for batch in self.values:
+        for number, batch in enumerate(self.values):
             for side, values in enumerate(batch):
                 before = _held(values)
-                for i, node in steps:
-                    values[node] = self.value(side, values, node)
-                    for source in node.all_input_nodes:
-                        if self.last_use[source] <= i:
-                            values.pop(source, None)
+                with same_noise(seed_of(number, stop), self.device):
+                    for i, node in steps:
+                        values[node] = self.value(side, values, node)
+                        for source in node.all_input_nodes:
+                            if self.last_use[source] <= i:
+                                values.pop(source, None)
                 if self.held + _held(values) - before > self.allowed:
                     values.update({n: spilled(values[n], shelf) for n in fresh & values.keys()})
                 self.held += _held(values) - before

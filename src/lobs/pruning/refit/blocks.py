@@ -221,7 +221,7 @@ class _BlockDistance:
         x, wanted = loaded(sample.inputs), loaded(sample.wanted)
         rows = slice(piece.rows.start, piece.rows.stop)
         arguments = sample.arguments.rows(rows, len(x)).to(torch.float32)
-        out = flowing(arguments.run(work, x[rows].to(torch.float32, copy=True)))
+        out = flowing(arguments.run(work, x[rows].to(torch.float32, copy=True), sample.seed))
         assert out is not None
         goal = wanted[rows].to(torch.float32)
         far: Tensor = ((out - goal) / _size(goal)).square().sum()
