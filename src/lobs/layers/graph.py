@@ -49,7 +49,12 @@ class Trace:
     assigns_state: bool = False
 
 
-def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    example: Any = None,
+    names: frozenset[str] | None = None,
+    leaves: frozenset[int] = frozenset(),
+) -> Trace:
     """Trace a network in its present mode, and return its steps.
 
     Args:
@@ -57,6 +62,7 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
         example: a batch to run once, for the shapes. Without one no shapes are known.
         names: the arguments the network is called with, as `argument_names` gives them. The
             names in `example` are used where there is one.
+        leaves: ids of more modules that are one step each.
 
     Raises:
         TraceError: the forward pass cannot be traced, or fails on the example.
@@ -67,7 +73,7 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
     try:
         with untouched(model) as changed:
             with _patches_removed(model):
-                graph = _Tracer(names).trace(model)
+                graph = _Tracer(names, leaves).trace(model)
             if example is not None:
                 shapes = _shapes(model, graph, arguments(graph, example, device_of(model)))
     except Exception as error:  # tracing runs the user's code, which may raise anything
@@ -100,12 +106,16 @@ def arguments(graph: fx.Graph, batch: Any, device: torch.device) -> dict[fx.Node
 class _Tracer(fx.Tracer):
     """Trace with every layer that `lobs` knows as one step, and absent arguments as constants."""
 
-    def __init__(self, names: frozenset[str] | None) -> None:
+    def __init__(self, names: frozenset[str] | None, leaves: frozenset[int]) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.leaves = names, leaves
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_plain_layer(m) or super().is_leaf_module(m, module_qualified_name)
+        return (
+            is_plain_layer(m)
+            or id(m) in self.leaves
+            or super().is_leaf_module(m, module_qualified_name)
+        )
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None

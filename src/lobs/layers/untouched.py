@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lobs.layers.uses import carry_over
+
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 _DEEPEST = 3  # levels of containers within containers
 _LARGEST = 10_000  # items; larger containers are tables of data, not caches
@@ -95,7 +97,9 @@ def copied(model: nn.Module) -> nn.Module:
                 if not tensor.is_leaf:
                     memo[id(tensor)] = tensor.detach().clone()
     # The copies are held by `memo`, so that no other object takes the id of one of its keys.
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    carry_over(model, twin)
+    return twin
 
 
 def _note(container: Any, contents: list[tuple[Any, Any]], depth: int = 0) -> None:

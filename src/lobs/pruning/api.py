@@ -24,7 +24,7 @@ from lobs.pruning.drop_search import TRIALS, Trial, search_drop
 from lobs.pruning.feasibility import empty_target
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
-from lobs.pruning.options import Options, PruneOptions, checked
+from lobs.pruning.options import Options, PruneOptions, check_model, checked
 from lobs.pruning.refit.blocks import BlockRefits
 from lobs.pruning.result import PruningResult
 from lobs.pruning.run import Run, run_rounds
@@ -69,8 +69,9 @@ def prune(
     began = time.perf_counter()
     if not isinstance(inplace, bool):
         raise LobsError(f"inplace is {inplace!r}: True or False.")
-    asked = checked(model, target, options, keep)
+    check_model(model)
     data = fitted(model, batches)
+    asked = checked(model, target, options, keep, data)
     other = None if held_out is None else fitted(model, held_out, again=False, name="held_out")
     with _prepared(model, asked, progress) as log, _opened(model, data, asked) as session:
         asked, samples = session.options, session.calibration.samples
@@ -125,8 +126,10 @@ def forecast(
         keep: as for `prune`.
         **options: as for `prune`.
     """
-    asked = checked(model, target, options, keep)
-    data, limit = fitted(model, batches), asked.execution.memory_bytes
+    check_model(model)
+    data = fitted(model, batches)
+    asked = checked(model, target, options, keep, data)
+    limit = asked.execution.memory_bytes
     group = find_group(asked.execution.distributed)
     with limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
         return _forecasted(model, data, asked)
@@ -226,6 +229,9 @@ def _settings(asked: Options, run: Run, trials: list[Trial]) -> dict[str, Any]:
         if asked.refit is not None and run.refit.reason:
             caution(f"refit='{asked.refit}': weights were left {run.refit}.")
         settings["refit"] = str(run.refit)
+    rare = run.rarely_used()
+    if rare:
+        settings["rarely used"] = rare
     if isinstance(run.refit, BlockRefits):
         settings["blocks"] = [asdict(block) for block in run.refit.blocks]
     if trials:

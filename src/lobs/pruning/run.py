@@ -187,13 +187,22 @@ class Run:
             return found
         layers, measured = self.layers(), self.compare().layers
         return {
-            name: _refitted(solution, layers[name], measured[name])
+            name: _refitted(solution, layers[name], measured.get(name))
             for name, solution in found.items()
         }
 
     def removed(self) -> dict[str, int]:
         """Return how many weights of each layer are gone."""
         return {name: done.solution.removed for name, done in self.finished.items()}
+
+    def rarely_used(self) -> dict[str, int]:
+        """Return the experts that got fewer tokens than they have inputs, and how many they got."""
+        seen = {name: done.samples for name, done in self.finished.items()}
+        return {
+            layer.name: seen[layer.name]
+            for layer in self.session.layers
+            if layer.routed and seen[layer.name] < layer.columns
+        }
 
     def _solve_independently(self) -> None:
         session, layers = self.session, self.layers()
@@ -260,7 +269,10 @@ class Run:
         session = self.session
         asymmetric = session.options.inputs == "asymmetric"
         aim = moments.aim(session.dense(layer.name)) if asymmetric else None
-        problem = session.problem(layer, moments.pruned, overwrite=True)
+        if moments.pruned.count:
+            problem = session.problem(layer, moments.pruned, overwrite=True)
+        else:  # an expert that gets no token any more
+            problem = session.dense_problem(layer)
         if aim is not None:
             kept = kept_share(self.plan[layer.name], problem)
             problem = asymmetric_problem(problem, *aim, kept)
@@ -327,7 +339,7 @@ class Run:
         session, pairs = self.session, []
         if session.options.inputs == "asymmetric":
             layers = self.layers()
-            pairs = [(layer, layers[layer.name]) for layer in session.layers]
+            pairs = [(x, layers[x.name]) for x in session.layers if not x.routed]
         return Comparison(session.model, self.model, pairs, session.calibration.samples)
 
 
@@ -366,15 +378,16 @@ def _once(compute: Callable[[], FinishedLayer]) -> Iterator[FinishedLayer]:
     yield compute()
 
 
-def _refitted(solution: Solution, layer: Layer, measured: LayerDistance) -> Solution:
-    """Return a solution with the weights and errors that the joint refit left."""
-    return replace(
-        solution,
-        weight=layer.matrix(),
-        error=measured.mean_error,
-        energy=measured.mean_energy,
-        curve=None,
-    )
+def _refitted(solution: Solution, layer: Layer, measured: LayerDistance | None) -> Solution:
+    """Return a solution with the weights and errors that the joint refit left.
+
+    An expert's error is that of its solution: it has other inputs in each network.
+    """
+    weight = layer.matrix()
+    if measured is None:
+        return replace(solution, weight=weight, curve=None)
+    error, energy = measured.mean_error, measured.mean_energy
+    return replace(solution, weight=weight, error=error, energy=energy, curve=None)
 
 
 def _copied(model: nn.Module) -> nn.Module:

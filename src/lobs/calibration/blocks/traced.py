@@ -151,10 +151,11 @@ def traced_steps(
         names: the sets of arguments that batches give.
         hold_out: keep one sample in eight out of the layers' moments.
     """
-    if len(names) != 1 or any(before.tied or before.root for before, _ in layers):
+    if len(names) != 1 or any(before.tied or before.owner is dense for before, _ in layers):
         return None
+    own = frozenset(id(before.owner) for before, _ in layers)
     try:
-        traced = trace(dense, names=names[0])
+        traced = trace(dense, names=names[0], leaves=own)
     except TraceError:
         return None
     if traced.assigns_state:  # the pruned copy lacks the attributes that tracing added
@@ -163,7 +164,7 @@ def traced_steps(
     for number, node in enumerate(traced.graph.nodes):
         if node.op == "call_module":
             inside = set(map(id, dense.get_submodule(str(node.target)).modules()))
-            found = [pair for pair in layers if id(pair[0].module) in inside]
+            found = [pair for pair in layers if id(pair[0].owner) in inside]
             if found:
                 holding[number] = found
     running = [before.name for found in holding.values() for before, _ in found]
