@@ -12,6 +12,7 @@ from lobs.calibration.learning import learn
 from lobs.errors import NumericalWarning
 from lobs.layers import find_layers
 from lobs.layers.discovery import open_questions
+from lobs.layers.folding import folded
 from lobs.layers.untouched import copied
 from tests.architectures import plain
 
@@ -157,3 +158,25 @@ def test_a_copy_knows_what_is_known_of_its_network():
     model, batch = plain.NETWORKS["stacked-experts"]()
     names = [*layers(model, batch(8))]
     assert [layer.name for layer in find_layers(copied(model))] == names
+
+
+@pytest.mark.parametrize(
+    "name", ["weight-norm", "spectral-norm", "old-weight-norm", "old-spectral-norm"]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated:FutureWarning")
+def test_parametrised_weights_are_folded_in_a_copy(name):
+    model, batch = plain.NETWORKS[name]()
+    with torch.no_grad():
+        model(batch(4))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    batches = [batch(32) for _ in range(3)]
+    with pytest.warns(NumericalWarning, match="weights of '0', '2' are parametrised.*folded"):
+        result = halved(model, batches)
+    with torch.no_grad():
+        torch.testing.assert_close(folded(model)(batches[0]), model(batches[0]))
+    assert result.kept == result.total // 2 == (12 * 32 + 32 * 5) // 2
+    assert type(result.model[0]) is nn.Linear and "weight" in result.model[0].state_dict()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with pytest.raises(lobs.LobsError, match="cannot be written in place"):
+        lobs.prune(model, batches, keep=0.5, inplace=True, progress=False)

@@ -18,6 +18,7 @@ from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches
 from lobs.calibration.forward import fitted
 from lobs.errors import LobsError, caution, warning_once
+from lobs.layers.folding import folded
 from lobs.layers.untouched import buffers_kept
 from lobs.pruning.coverage import warn_of
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
@@ -70,10 +71,13 @@ def prune(
     if not isinstance(inplace, bool):
         raise LobsError(f"inplace is {inplace!r}: True or False.")
     check_model(model)
-    data = fitted(model, batches)
-    asked = checked(model, target, options, keep, data)
-    other = None if held_out is None else fitted(model, held_out, again=False, name="held_out")
-    with _prepared(model, asked, progress) as log, _opened(model, data, asked) as session:
+    dense = folded(model)
+    if inplace and dense is not model:
+        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    data = fitted(dense, batches)
+    asked = checked(dense, target, options, keep, data)
+    other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
+    with _prepared(dense, asked, progress) as log, _opened(dense, data, asked) as session:
         asked, samples = session.options, session.calibration.samples
         calibrated = time.perf_counter() - began
         run, trials = _pruned(session)
@@ -127,6 +131,7 @@ def forecast(
         **options: as for `prune`.
     """
     check_model(model)
+    model = folded(model)
     data = fitted(model, batches)
     asked = checked(model, target, options, keep, data)
     limit = asked.execution.memory_bytes

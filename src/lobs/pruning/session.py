@@ -129,7 +129,7 @@ class Session:
         return [
             layer.name
             for layer in self.layers
-            if layer.name not in seen or (layer.routed and not seen.count(layer.name))
+            if layer.name not in seen.moments or (layer.routed and not seen.count(layer.name))
         ]
 
     @cached_property
