@@ -192,3 +192,4 @@ NETWORKS = {
     "patchtst": named("PatchTSTForPrediction", {}, lambda n: {"past_values": torch.randn(n, 32, 2)}, config="PatchTSTConfig", num_input_channels=2, context_length=32, patch_length=8, patch_stride=8, d_model=16, num_attention_heads=2, ffn_dim=32, num_hidden_layers=2, prediction_length=4),
     "perceiver": named("PerceiverForSequenceClassification", _SMALL, words, num_latents=8, d_latents=32, d_model=32, num_blocks=1, num_self_attends_per_block=2, num_self_attention_heads=4, num_cross_attention_heads=4),
 }  # fmt: skip
+EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss", "jamba")
