@@ -10,6 +10,7 @@ Calibration counts patches. A weight is used
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,26 @@ class Layer(ABC):
     def bias_part(self) -> Part:
         """Return the place of the bias in the module, if it has one."""
         return Part("bias")
+
+    @property
+    def owner(self) -> nn.Module:
+        """Return the module whose forward pass uses the weight."""
+        return self.module
+
+    @property
+    def positions(self) -> int:
+        """Return the number of consecutive columns of one input channel: a kernel's size."""
+        return math.prod(self.weight.shape[2:])
+
+    @property
+    def routed(self) -> bool:
+        """Return whether the layer's inputs are chosen anew in every pass, as an expert's are."""
+        return False
+
+    @property
+    def together(self) -> Hashable:
+        """Return a key that is equal for layers that do not feed each other; None for others."""
+        return None
 
     @property
     def uses_per_patch(self) -> float:

@@ -196,7 +196,7 @@ class _BlockDistance:
         rows = slice(piece.rows.start, piece.rows.stop)
         x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
         arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
-        out = flowing(arguments.run(work, x.to(torch.float32, copy=True)))
+        out = flowing(arguments.run(work, x.to(torch.float32, copy=True), sample.seed))
         assert out is not None
         return out, goal
 
