@@ -33,7 +33,7 @@ from lobs.pruning.refit.descent import (
 )
 from lobs.pruning.refit.joint import JointRefit
 
-SCHEDULE = Schedule(epochs=2, steps=32, rate=0.003)
+SCHEDULE = Schedule(epochs=2, steps=32, rate=0.01)
 
 
 def refit_outputs(
