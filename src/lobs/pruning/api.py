@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lobs._system.alone import alone
 from lobs._system.distributed import find_group, process_group, use_group
 from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches, guarded
 from lobs.errors import LobsError, caution, warning_once
+from lobs.layers.hooks import nothing_left
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
 from lobs.pruning.feasibility import empty_target
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
@@ -117,7 +119,7 @@ def forecast(
     asked = checked(model, target, options, keep)
     data, limit = guarded(batches), asked.execution.memory_bytes
     group = find_group(asked.execution.distributed)
-    with limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
+    with alone(), limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
         return _forecasted(model, data, asked)
 
 
@@ -128,6 +130,8 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     limit = asked.execution.memory_bytes
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
+        alone(),
+        nothing_left(model),
         warning_once(),
         torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
         limited(limit, taken),

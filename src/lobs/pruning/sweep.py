@@ -13,12 +13,14 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
+from lobs._system.alone import alone
 from lobs._system.progress import shown, track
 from lobs.calibration.batches import guarded
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.layer_problem import layer_problem
 from lobs.errors import TargetError, warning_once
 from lobs.layers import find_layers
+from lobs.layers.hooks import nothing_left
 from lobs.pruning.options import PruneOptions, checked
 from lobs.pruning.run import run_rounds
 from lobs.pruning.session import Session
@@ -74,7 +76,7 @@ def sweep(
     if not asked:
         return points
     costs = {layer.name: layer.weight.numel() * float(layer.columns) for layer in asked[0].layers}
-    with warning_once(), shown(progress, layers=costs):
+    with alone(), nothing_left(model), warning_once(), shown(progress, layers=costs):
         first = Session(model, guarded(batches), asked[0])
         with track("sweep", len(targets)) as advance:
             for value, options in zip(values, asked, strict=True):
@@ -121,7 +123,7 @@ def sweep_by_layer(
     work = copy.deepcopy(model)
     found = find_layers(work, layers, skip)
     points = []
-    with warning_once(), shown(progress):
+    with alone(), nothing_left(model), warning_once(), shown(progress):
         calibration = collect_moments(work, batches, found, progress=progress)
         problems = {
             layer.name: layer_problem(layer, layer.matrix(), calibration[layer.name])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lobs._system.alone import alone
 from lobs._system.progress import shown
 from lobs._system.run_log import recorded_run
 from lobs.pruning.options import Execution
@@ -101,7 +102,7 @@ def retrain(
     file = None if chosen.resume is None else make_folder(chosen.resume) / STATE
     trained = model if inplace else copy.deepcopy(model)
     began = time.perf_counter()
-    with shown(progress), recorded_run(chosen.log):
+    with alone(), shown(progress), recorded_run(chosen.log):
         state, reached = _train(trained, masks, TrainingLoop(data, settings), file)
     return Retraining(
         trained,
