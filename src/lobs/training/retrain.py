@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from lobs._system.progress import shown
 from lobs._system.run_log import recorded_run
 from lobs.pruning.options import Execution
 from lobs.storage.atomic import make_folder
+from lobs.storage.digest import digest_of, digest_of_data, settled
 from lobs.storage.train_state import TrainingState
 from lobs.training.hold import hold
 from lobs.training.loop import TrainingLoop
@@ -124,9 +124,11 @@ def _train(
         "iterations": settings.iterations,
         "decay": settings.decay,
         "seed": settings.seed,
-        "masks": _fingerprint(masks),
+        "masks": digest_of(dict(sorted(masks.items())))[:16],
         "optimizer": repr(optimizer),
     }
+    if file is not None:
+        identity |= _decisive(model, loop)
     counters = {"iteration": 0, "history": [], "taken": 0}
     with (
         _training_mode(model),
@@ -151,8 +153,14 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _fingerprint(masks: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, mask in sorted(masks.items()):
-        digest.update(name.encode() + mask.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _decisive(model: nn.Module, loop: TrainingLoop) -> dict[str, Any]:
+    """Return hashes of what else decides the result, for a training state that is resumed."""
+    settings = loop.settings
+    return {
+        "network": digest_of(model)[:16],
+        "data": digest_of_data(loop.data, max(1, settings.iterations)),
+        "loss": settled(settings.loss),
+        "teacher": None if settings.teacher is None else digest_of(settings.teacher)[:16],
+        "every": settings.every,
+        "until_score": settings.until_score,
+    } | ({} if settings.until_score is None else {"evaluate": settled(settings.evaluate)})
