@@ -78,14 +78,6 @@ class Block(ABC):
     def advance(self) -> None:  # noqa: B027 - a block that keeps no state has nothing to do
         """Leave this block behind, now that its layers are pruned."""
 
-    def run_dense_once(self) -> None:
-        """Run one batch through the dense block."""
-        for dense, _ in self.both():
-            dense()
-            return
-        if process_group().size == 1:
-            raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
-
     def observe(
         self,
         together: Sequence[LayerPair],
@@ -207,7 +199,29 @@ def _moments(layers: Sequence[LayerPair]) -> dict[str, PairedMoments]:
 
 
 def _sharing_inputs(block: Block) -> list[list[LayerPair]]:
-    """Group the layers that one run can serve: neighbours whose input is the same tensor object."""
+    """Group the layers that one run can serve: neighbours whose input is the same tensor object.
+
+    Batches are run until every layer has been reached, because not every batch reaches all of them.
+    """
+    groups: list[list[str]] = []
+    block.calls = {}
+    with process_group().raise_together():
+        read = _look(block, groups)
+        if not read and process_group().size == 1:
+            raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
+    pairs = {before.name: (before, after) for before, after in block.layers}
+    # A process may have seen some layers only, yet all processes must take them in one order.
+    gathered = process_group().all_gather([groups, block.calls])
+    groups, block.calls = [], {}
+    for others, calls in gathered:
+        _merge(groups, others)
+        block.calls = calls | block.calls
+    return [[pairs[name] for name in group] for group in groups]
+
+
+def _look(block: Block, groups: list[list[str]]) -> bool:
+    """Run batches until every layer was reached; note the groups, and return whether any ran."""
+    read = False
     seen: dict[str, list[tuple[Tensor, int]]] = {}
 
     def note(name: str, x: Tensor) -> None:
@@ -215,21 +229,36 @@ def _sharing_inputs(block: Block) -> list[list[LayerPair]]:
         # work in place between two layers, which the version tells.
         seen.setdefault(name, []).append((x, version(x)))
 
-    with (
-        process_group().raise_together(),
-        watching(before.on_input(partial(note, before.name)) for before, _ in block.layers),
-    ):
-        block.run_dense_once()
-    block.calls = {name: len(inputs) for name, inputs in seen.items()}
-    pairs = {before.name: (before, after) for before, after in block.layers}
+    with watching(before.on_input(partial(note, before.name)) for before, _ in block.layers):
+        for dense, _ in block.both():
+            seen.clear()
+            dense()
+            read = True
+            _merge(groups, _neighbours(seen))
+            block.calls = {name: len(xs) for name, xs in seen.items()} | block.calls
+            if len(block.calls) == len(block.layers):
+                break
+    return read
+
+
+def _neighbours(seen: Mapping[str, list[tuple[Tensor, int]]]) -> list[list[str]]:
     groups: list[list[str]] = []
     for name in seen:
         same = groups and _identical(seen[groups[-1][-1]], seen[name])
         groups[-1].append(name) if same else groups.append([name])
-    # A process without data has seen no layer, yet all processes must take them in one order.
-    gathered = process_group().all_gather([groups, block.calls])
-    groups, block.calls = next((found for found in gathered if found[0]), ([], {}))
-    return [[pairs[name] for name in group] for group in groups]
+    return groups
+
+
+def _merge(groups: list[list[str]], more: Sequence[Sequence[str]]) -> None:
+    """Insert the layers of `more` that are not in `groups`, each behind the layers before it."""
+    place = 0
+    for group in more:
+        known = [i for i, own in enumerate(groups) if set(own) & set(group)]
+        fresh = [name for name in group if not any(name in own for own in groups)]
+        place = max([place, *(i + 1 for i in known)])
+        if fresh:
+            groups.insert(place, fresh)
+            place += 1
 
 
 def _identical(some: Sequence[tuple[Tensor, int]], others: Sequence[tuple[Tensor, int]]) -> bool:
