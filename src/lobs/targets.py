@@ -121,7 +121,7 @@ class Budget(_Brief):
     Args:
         parameters: how many weights to keep.
         bytes: size of the network with kept weights in their own type behind a bit mask, and
-            everything else dense.
+            everything else dense. A file's header comes on top: some hundred bytes for each tensor.
         flops: operations that one input may cost in the pruned layers, two for every use of a kept
             weight.
         drop: how far the score of `evaluate` may fall. The smallest network within it is searched.

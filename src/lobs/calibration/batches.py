@@ -85,7 +85,7 @@ def user_code(what: str, remedy: Callable[[], str] = str) -> Iterator[None]:
         if not (advice := remedy()):
             raise
         raise CalibrationError(f"{error} {advice}") from error
-    except (LobsError, StopIteration):
+    except LobsError:
         raise
     except Exception as error:
         text = f"{what} raised {type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -10,6 +10,7 @@ import typer
 
 from lobs.cli.options import DATA, CodeOption, JsonOption, TrustOption, complete_file
 from lobs.cli.output import print_json, say, working
+from lobs.errors import printable
 
 if TYPE_CHECKING:
     from lobs.certificate.verify import Finding
@@ -74,7 +75,8 @@ def verify(
         print_json({"file": str(file), "holds": good, "findings": rows, "skipped": skipped})
     else:
         for finding in findings:
-            say(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.check}: {finding.detail}")
+            line = printable(f"{finding.check}: {finding.detail}")
+            say(f"{'ok  ' if finding.holds else 'FAIL'}  {line}")
         verdict = "everything holds" if good else "something does not hold"
         say(skipped if skipped and good else verdict)
     if not good:
@@ -115,7 +117,7 @@ def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> 
     from lobs.storage.run_store import weights_hash
 
     origin = saved.record["origin"]
-    if ":" in origin and code != origin:  # a checkpoint's path is asked when it is opened
+    if code != origin:
         require_trust(file, origin, trust, otherwise=", or --no-recompute")
     dense = open_subject(origin, saved.record.get("calibration_limit"), trust=trust)
     pruned = open_subject(str(file), trust=trust, network=code)

@@ -13,7 +13,7 @@ from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.calibration.batches import user_code
 from lobs.calibration.forward import evaluating
-from lobs.errors import LobsError, caution
+from lobs.errors import LobsError, caution, clipped
 from lobs.pruning.run import Run, start_run
 from lobs.pruning.session import Session
 from lobs.storage.run_store import RunStore
@@ -99,7 +99,7 @@ def _warn_of_an_error_rate(trials: list[Trial], dense: float, total: int) -> Non
 
 def _dense_score(session: Session, evaluate: Evaluate) -> float:
     """Score the dense network, also in a resumed run: a fingerprint says little of a function."""
-    key, score = "dense score", _evaluated(evaluate, session.model)
+    key, score = "dense score", score_of(evaluate, session.model)
     saved = session.store.read(key)
     if saved is None:
         session.store.write(key, {}, {"score": score})
@@ -115,12 +115,13 @@ def _score(evaluate: Evaluate, model: nn.Module, run_store: RunStore, key: str) 
     saved = run_store.read(key)
     if saved is not None:
         return float(saved.record["score"])
-    score = _evaluated(evaluate, model)
+    score = score_of(evaluate, model)
     run_store.write(key, {}, {"score": score})
     return score
 
 
-def _evaluated(evaluate: Evaluate, model: nn.Module) -> float:
+def score_of(evaluate: Evaluate, model: nn.Module) -> float:
+    """Return the score that the first process's function gives a network, on all processes."""
     score = 0.0
     with process_group().raise_together():
         if process_group().leads:
@@ -131,7 +132,7 @@ def _evaluated(evaluate: Evaluate, model: nn.Module) -> float:
                 score = float(value)
             except (TypeError, ValueError, OverflowError):
                 raise LobsError(
-                    f"evaluate returned {value!r}; it must return a number, larger is better."
+                    f"evaluate returned {clipped(value)}; it must return a number, larger is better."
                 ) from None
             if math.isnan(score):
                 raise LobsError("evaluate returned NaN; it must return a number, larger is better.")

@@ -21,6 +21,7 @@ from lobs.calibration.layer_problem import layer_problem
 from lobs.errors import TargetError, warning_once
 from lobs.layers import find_layers
 from lobs.layers.hooks import nothing_left
+from lobs.pruning.drop_search import score_of
 from lobs.pruning.options import PruneOptions, checked
 from lobs.pruning.run import run_rounds
 from lobs.pruning.session import Session
@@ -84,7 +85,7 @@ def sweep(
                 results = run.results()
                 kept, total = sum(r.kept for r in results), sum(r.total for r in results)
                 error = sum(r.relative_error for r in results) / len(results)
-                score = float(evaluate(run.model))
+                score = score_of(evaluate, run.model)
                 points.append(SweepPoint(value, kept / max(total, 1), error, score))
                 advance(1)
     return points

@@ -100,8 +100,8 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"cannot make the folder '{folder}': {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # a name may hold null bytes
+        raise FileError(f"cannot make the folder {str(folder)!r}: {error}.") from error
     return folder
 
 
