@@ -13,8 +13,11 @@ norms are both valid. Spectral norms are never larger.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from lobs.certificate.guarantee import Guarantee
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Certificate:
         contributions: terms of the spectral bound by layer.
         reason: why there is no bound.
         held_out: the change on other inputs, which the theorem does not bound.
+        output_norm: root mean square norm of the dense output.
+        guarantee: what holds for inputs drawn like the held-out ones.
     """
 
     bound: float | None
@@ -53,7 +58,25 @@ class Certificate:
     contributions: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     held_out: float | None = None
-    output_norm: float | None = None  # root mean square norm of the dense output
+    output_norm: float | None = None
+    guarantee: Guarantee | None = None
+
+    @property
+    def changes_at_most(self) -> float | None:
+        """Return the largest share of answers that change, with 95 % confidence."""
+        return None if self.guarantee is None else self.guarantee.changes_at_most
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Certificate:
+        """Read what `record` returned."""
+        values = {item.name: record[item.name] for item in fields(cls) if item.name in record}
+        if values.get("guarantee") is not None:
+            values["guarantee"] = Guarantee(**values["guarantee"])
+        return cls(**values)
+
+    def record(self) -> dict[str, Any]:
+        """Return all values, ready for JSON."""
+        return {**asdict(self), "changes_at_most": self.changes_at_most}
 
     def relative(self, change: float | None) -> float | None:
         """Return a change of the output as a fraction of the dense output's norm."""

@@ -112,7 +112,9 @@ def _why_skipped(saved: Checkpoint) -> str:
 
 
 def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> list[Finding]:
-    from lobs.certificate.verify import Finding, verify_errors
+    from lobs.calibration.batches import guarded
+    from lobs.calibration.kept_back import BOTH, KEPT_BACK, divided
+    from lobs.certificate.verify import Finding, verify_errors, verify_guarantee
     from lobs.cli.subject import open_subject, require_trust
     from lobs.storage.run_store import weights_hash
 
@@ -128,4 +130,14 @@ def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> 
         same,
         f"{saved.record['origin']} {'is' if same else 'is not'} the one that was pruned",
     )
-    return [source, *verify_errors(saved, dense.model, pruned.model, dense.batches)]
+    batches, kept_back = dense.batches, dense.held_out
+    settings = saved.record.get("settings")
+    parts = settings.get(KEPT_BACK) if isinstance(settings, dict) else None
+    if parts is not None:
+        batches, _, certifying = divided(guarded(batches), certify=parts == BOTH)
+        kept_back = certifying or kept_back
+    return [
+        source,
+        *verify_errors(saved, dense.model, pruned.model, batches),
+        *verify_guarantee(saved, dense.model, pruned.model, kept_back),
+    ]

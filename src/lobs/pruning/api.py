@@ -17,6 +17,7 @@ from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches, guarded
+from lobs.calibration.kept_back import BOTH, CHOICE, KEPT_BACK, divided
 from lobs.errors import LobsError, caution, warning_once
 from lobs.layers.hooks import nothing_left
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
@@ -71,7 +72,12 @@ def prune(
     asked = checked(model, target, options, keep)
     data = guarded(batches)
     other = None if held_out is None else guarded(held_out, again=False, name="held_out")
+    choosing, kept_for = None, ""
+    if isinstance(asked.target, Budget) and asked.target.by_agreement:
+        data, choosing, certifying = divided(data, certify=other is None)
+        other, kept_for = (certifying, BOTH) if other is None else (other, CHOICE)
     with _prepared(model, asked, progress) as log, _opened(model, data, asked) as session:
+        session.choosing = choosing
         samples = session.calibration.samples
         calibrated = time.perf_counter() - began
         drop = isinstance(asked.target, Budget) and asked.target.drop is not None
@@ -88,6 +94,7 @@ def prune(
         certificate=certificate,
         solutions=solutions,
         settings={"samples": samples, "calibration seconds": round(calibrated, 2)}
+        | ({KEPT_BACK: kept_for} if kept_for else {})
         | _settings(asked, run, trials),
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,

@@ -44,6 +44,7 @@ class Session:
         options: the checked options.
         store: where finished work is stored and found again.
         pass_bytes: memory for the moments of one pass over the data; None without a limit.
+        choosing: inputs that choose among runs, and take part in none of them.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Session:
     options: Options
     store: RunStore = field(default_factory=RunStore)
     pass_bytes: float | None = None
+    choosing: Iterable[Any] | None = None
     runs: int = 0
     influence: dict[str, Tensor] = field(default_factory=dict)
     _influences: int = 0

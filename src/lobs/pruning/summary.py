@@ -92,11 +92,15 @@ def _change(result: PruningRecord) -> str:
     unit = "root mean square" if found.output_norm is None else "of the output's norm"
     unit += f", {samples:,} calibration samples" if samples else ""
     line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."
-    return line if found.bound is not None else f"{line} No bound: {found.reason}."
+    if found.bound is not None or found.guarantee is not None:
+        return line
+    return f"{line} No bound: {found.reason}."
 
 
 def _notes(result: PruningRecord) -> list[str]:
     settings, lines = result.settings, [_change(result)]
+    if result.certificate.guarantee is not None:
+        lines.append(f"{result.certificate.guarantee}.")
     damped = [f"{printable(x.name)} ({x.damping:.1e})" for x in result.layers if x.damping]
     if damped:
         lines.append(f"Damping λ: {', '.join(damped)}.")
