@@ -63,6 +63,7 @@ def certify(
                 f"layer '{name}' is {here} in one network and {there} in the other: was it shrunk?"
             )
     held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
+    batches = guarded(batches, again=False)
     calibration = collect_moments(dense, batches, list(before.values()))
     largest, energies = {}, {}
     for name, layer in before.items():

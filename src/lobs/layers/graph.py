@@ -40,6 +40,7 @@ class Trace:
     Attributes:
         graph: the steps of the forward pass.
         shapes: the shape of every step's output that is a tensor; empty without an example.
+        output: what the steps give for the example; None without one.
         assigns_state: whether `forward` assigned attributes or buffers. The graph may then refer
             to attributes that the network itself does not have.
     """
@@ -47,6 +48,7 @@ class Trace:
     graph: fx.Graph
     shapes: Mapping[fx.Node, torch.Size] = field(default_factory=dict)
     assigns_state: bool = False
+    output: Any = None
 
 
 def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = None) -> Trace:
@@ -66,16 +68,17 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
     if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
         raise TraceError("hooks or another forward were placed on the network itself")
     shapes: dict[fx.Node, torch.Size] = {}
+    output = None
     try:
         copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
         tracer = _Tracer(names)
         graph = tracer.trace(copied)
         if example is not None:
-            shapes = _shapes(copied, graph, arguments(graph, example, device_of(model)))
+            shapes, output = _shapes(copied, graph, arguments(graph, example, device_of(model)))
     except Exception as error:  # tracing runs the user's code, which may raise anything
         text = str(error).strip() or type(error).__name__
         raise TraceError(text.splitlines()[0]) from error
-    return Trace(graph, shapes, tracer.assigns_state)
+    return Trace(graph, shapes, tracer.assigns_state, output)
 
 
 def argument_names(batch: Any) -> frozenset[str] | None:
@@ -281,11 +284,11 @@ class _ShapeRecorder(fx.Interpreter):
 
 def _shapes(
     model: nn.Module, graph: fx.Graph, values: dict[fx.Node, Any]
-) -> dict[fx.Node, torch.Size]:
+) -> tuple[dict[fx.Node, torch.Size], Any]:
     recorder = _ShapeRecorder(fx.GraphModule(model, graph))
     given = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-    recorder.run(initial_env=values, enable_io_processing=False)
-    return given | recorder.shapes
+    output = recorder.run(initial_env=values, enable_io_processing=False)
+    return given | recorder.shapes, output
 
 
 def device_of(model: nn.Module) -> torch.device:
