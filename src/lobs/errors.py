@@ -68,7 +68,7 @@ def clipped(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text in which everything that could steer a terminal, newlines too, is escaped.
+    r"""Return text in which everything that could steer a terminal, newlines too, is escaped.
 
     >>> printable("a\x1b[2K\nok")
     'a\\x1b[2K\\nok'

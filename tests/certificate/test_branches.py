@@ -122,7 +122,9 @@ class Reading(nn.Module):
 
 @pytest.mark.parametrize("way", ["weight", "product", "scaled", "list", "written", "several"])
 def test_steps_that_are_not_covered_are_refused(way):
-    certificate = lobs.prune(Reading(way), [torch.randn(40, 6)], keep=0.5, progress=False).certificate
+    certificate = lobs.prune(
+        Reading(way), [torch.randn(40, 6)], keep=0.5, progress=False
+    ).certificate
     assert certificate.bound is None and certificate.reason
 
 

@@ -77,7 +77,7 @@ def test_every_sample_has_one_part(sizes):
     batches = [(x, x) for x in numbers.split(sizes)]
     parts = divided(guarded(batches))
     found = [torch.cat([x for x, _ in part]).flatten().tolist() for part in parts]
-    assert sorted(sum(found, [])) == list(range(len(numbers)))
+    assert sorted(n for part in found for n in part) == list(range(len(numbers)))
     assert [len(part) for part in found] == pytest.approx(
         [len(numbers) / 2, len(numbers) * 3 / 8, len(numbers) / 8], abs=4
     )
@@ -140,4 +140,6 @@ def test_held_out_inputs_give_a_guarantee_for_a_network_without_a_bound():
     )
     assert result.certificate.bound is None and result.certificate.guarantee.samples == 80
     assert not result.certificate.guarantee.answers
-    assert "The output changes by at most" in result.summary() and "No bound" not in result.summary()
+    assert (
+        "The output changes by at most" in result.summary() and "No bound" not in result.summary()
+    )

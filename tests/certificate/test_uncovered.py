@@ -43,7 +43,9 @@ def test_a_hook_and_a_replaced_forward(inputs):
     hooked[0].register_forward_hook(lambda module, args, out: out.sin() * 9)
     assert "forward hook" in holds_or_is_not_given(hooked, DATA, inputs=inputs).reason
     replaced = network()
-    replaced[2].forward = types.MethodType(lambda self, x: 3 * nn.Linear.forward(self, x), replaced[2])
+    replaced[2].forward = types.MethodType(
+        lambda self, x: 3 * nn.Linear.forward(self, x), replaced[2]
+    )
     assert "was replaced" in holds_or_is_not_given(replaced, DATA, inputs=inputs).reason
 
 

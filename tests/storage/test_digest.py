@@ -51,7 +51,7 @@ def refused(run, *changed):
     run({})
     run({})
     for change in changed:
-        with pytest.raises(LobsError, match="another run|belongs to a run|holds another"):
+        with pytest.raises(LobsError, match=r"another run|belongs to a run|holds another"):
             run(change)
 
 

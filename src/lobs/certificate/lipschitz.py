@@ -147,7 +147,7 @@ def _walk(
 def _tensors_in(node: fx.Node) -> list[fx.Node]:
     """Return the steps that a step takes, as often as it takes them: x + x moves twice as far."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))  # type: ignore[no-any-return, func-returns-value]
+    fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
@@ -168,7 +168,9 @@ def _attribute(model: nn.Module, path: str) -> Any:
 def _asks_size(node: fx.Node) -> bool:
     """Return whether a step asks for a shape or a type, which are the same in both networks."""
     named = node.op == "call_method" and node.target in ("size", "dim", "numel")
-    return named or (node.target is getattr and node.args[1] in ("shape", "dtype", "device", "ndim"))
+    return named or (
+        node.target is getattr and node.args[1] in ("shape", "dtype", "device", "ndim")
+    )
 
 
 def _module(model: nn.Module, node: fx.Node) -> nn.Module | None:
@@ -197,7 +199,7 @@ def _link(
         return Link(name, 1.0, 1.0)
     if node.target in _STACKS:
         return Link(name, 1.0, 1.0, joined="stack")
-    if node.target in _VIEWS or node.target in _PARTS and _takes_each_once(node):
+    if node.target in _VIEWS or (node.target in _PARTS and _takes_each_once(node)):
         return Link(name, 1.0, 1.0)
     alone = len(shapes) == 1 or (step is not None and len(_tensors_in(node)) == 1)
     constant = _gain(step, shapes[0]) if step is not None and alone else None

@@ -156,7 +156,7 @@ def require_file(path: Path) -> None:
 
 
 def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = "") -> None:
-    """Refuse to run or open what a file names and the user did not; `otherwise` is another way out."""
+    """Refuse to run or open what only a file names; `otherwise` is another way out."""
     what = "run that code" if ":" in network else "open that file"
     if network not in zoo.ZOO and not trust:
         raise FileError(

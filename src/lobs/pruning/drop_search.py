@@ -198,7 +198,8 @@ def score_of(evaluate: Evaluate, model: nn.Module) -> float:
                 score = float(value)
             except (TypeError, ValueError, OverflowError):
                 raise LobsError(
-                    f"evaluate returned {clipped(value)}; it must return a number, larger is better."
+                    f"evaluate returned {clipped(value)}; it must return a number, larger is "
+                    "better."
                 ) from None
             if math.isnan(score):
                 raise LobsError("evaluate returned NaN; it must return a number, larger is better.")

@@ -66,19 +66,19 @@ def digest_of_data(data: Iterable[Any], most: int) -> str:
         most: number of batches to read at most.
     """
     own = {id(g): (g, g.get_state()) for g in _generators(data)}
-    plain, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code draws here
+    plain, arrays = random.getstate(), np.random.get_state()
     digest, count = Digest(), 0
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             random.seed(0)
-            np.random.seed(0)  # noqa: NPY002
+            np.random.seed(0)
             for batch in islice(data, most):
                 digest.add(batch)
                 count += 1
     finally:
         random.setstate(plain)
-        np.random.set_state(arrays)  # noqa: NPY002
+        np.random.set_state(arrays)
         for generator, state in own.values():
             generator.set_state(state)
     return f"{count} batches {digest.text[:16]}"
@@ -196,7 +196,7 @@ class Digest:
             if not isinstance(value, ModuleType):
                 self._put(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
         else:
-            called = getattr(type(value), "__call__", None)
+            called = vars(type(value)).get("__call__")
             if isinstance(called, FunctionType):
                 self._add_function(called)
             self.add(dict(sorted(vars(value).items())))
@@ -214,9 +214,8 @@ def _captured(function: FunctionType) -> Iterator[Any]:
             yield value
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, bool | int | float | str | Tensor | np.ndarray | tuple):
-            yield value
-        elif isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+        own = isinstance(value, FunctionType) and value.__globals__ is function.__globals__
+        if own or isinstance(value, bool | int | float | str | Tensor | np.ndarray | tuple):
             yield value
 
 

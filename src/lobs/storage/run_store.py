@@ -240,4 +240,3 @@ def weights_hash(model: nn.Module) -> str:
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-

@@ -17,8 +17,8 @@ __all__ = [
     "VALUES",
     "CompactFile",
     "StoredTensor",
-    "digest_of",
     "Values",
+    "digest_of",
     "read_compact",
     "write_compact",
 ]
