@@ -178,8 +178,8 @@ class Budget(_Brief):
         elif self.evaluate is None:
             if not 0 < self.drop < 1:
                 raise TargetError(
-                    f"Budget drop is {self.drop:g}: without evaluate it is the share of answers "
-                    "that may change, such as 0.005. For another score give evaluate=…."
+                    f"Budget drop is {self.drop:g}, which needs evaluate=…: without evaluate it is "
+                    "the share of answers that may change, such as 0.005."
                 )
         elif not callable(self.evaluate):
             raise TargetError(

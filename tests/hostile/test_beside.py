@@ -107,9 +107,7 @@ def test_interrupts_leave_nothing_behind():
 def test_a_full_disk_under_the_log_does_not_end_the_run():
     model, batches = job(0)
     with pytest.warns(NumericalWarning, match="log is no longer written"):
-        lobs.prune(
-            model, batches, keep=0.5, progress=False, execution=Execution(log="/dev/full")
-        )
+        lobs.prune(model, batches, keep=0.5, progress=False, execution=Execution(log="/dev/full"))
 
 
 @pytest.mark.parametrize("value", [10**5000, None, "many"], ids=["huge", "none", "text"])

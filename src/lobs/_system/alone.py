@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def alone() -> Iterator[None]:
 
 
 def _switches() -> tuple[bool, ...]:
-    backends = torch.backends
+    backends: Any = torch.backends  # whose functions have no types
     return (
         backends.mha.get_fastpath_enabled(),
         backends.cuda.flash_sdp_enabled(),

@@ -42,7 +42,7 @@ def divided(batches: Batches, *, certify: bool = True) -> tuple[Batches, Batches
         certify: keep an eighth to certify; without it these inputs choose too.
     """
     choosing = CHOOSING if certify else [*CHOOSING, *CERTIFYING]
-    parts = [Part(batches, part) for part in (PRUNING, choosing, CERTIFYING)]
+    parts: list[Batches] = [Part(batches, part) for part in (PRUNING, choosing, CERTIFYING)]
     if any(batch_size(batch) < ROUND for batch in batches):
         # Small batches go to one part each. Then each part has other batches, which are listed.
         parts = [Batches(list(part)) for part in parts]

@@ -194,9 +194,9 @@ def _held_out(
     try:
         with side_by_side(dense, pruned, batches) as passing:
             for batch in passing:
-                outputs = call(dense, batch), call(pruned, batch)
-                found.add_outputs(*map(main_output, outputs), batch_size(batch))
-                tally.add(batch, *outputs)
+                before, after = call(dense, batch), call(pruned, batch)
+                found.add_outputs(main_output(before), main_output(after), batch_size(batch))
+                tally.add(batch, before, after)
     except CalibrationError as error:
         caution(f"held_out could not be measured: {error}")
         return None, None

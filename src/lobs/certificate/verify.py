@@ -227,8 +227,11 @@ def verify_guarantee(
             found = replace(stated, changes_at_most=again)
         else:
             again = chernoff_hoeffding(stated.measured, n, stated.confidence)
-            name = "changes_at_most" if stated.answers else "error_at_most"
-            found = replace(stated, **{name: again})
+            found = (
+                replace(stated, changes_at_most=again)
+                if stated.answers
+                else replace(stated, error_at_most=again)
+            )
         # Answers that are nearly a tie may differ on another machine.
         near = abs(found.at_most - limit) <= 2 / max(1, n) + _TOLERANCE * limit
     except (TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -203,7 +203,7 @@ class _Namespaces:
 
     def __init__(self) -> None:
         self._copies: dict[int, dict[str, Any]] = {}
-        self._wrapped = {
+        self._wrapped: dict[int, Any] = {
             id(f): _symbolic_trace._create_wrapped_func(f)
             for name, f in vars(math).items()
             if callable(f) and not name.startswith("_")

@@ -159,7 +159,7 @@ class Digest:
             self._put(f"{name}:{type(module).__module__}.{type(module).__qualname__}")
             for part in (module._parameters, module._buffers):
                 self.add(dict(part))
-            assigned = _assigned_in_use(type(module))
+            assigned = _assigned_in_use(type(module))  # type: ignore[arg-type]  # types are hashable
             for key, value in sorted(vars(module).items()):
                 if key not in _MODULE and key not in assigned and not isinstance(value, nn.Module):
                     self._put(key)

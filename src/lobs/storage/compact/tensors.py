@@ -289,7 +289,8 @@ def _mask(entry: Entry, parts: Parts, tensor: Tensor, where: Tensor) -> Tensor |
     mask = torch.zeros(entry.size, dtype=torch.bool)
     mask[kept] = True
     mask = mask.reshape(entry.shape)
-    pieces = zip(tensor.reshape(-1).split(_PIECE), mask.reshape(-1).split(_PIECE), strict=True)
+    flat: tuple[Any, Any] = tensor.reshape(-1), mask.reshape(-1)
+    pieces = zip(*(part.split(_PIECE) for part in flat), strict=True)
     if any(bool(((values != 0) & ~kept).any()) for values, kept in pieces):
         raise ValueError("its mask removes weights that are not zero")
     return mask
