@@ -8,6 +8,7 @@ asks how much room is left. Where there is none, tensors go to temporary files (
 from __future__ import annotations
 
 import errno
+import math
 import re
 import tempfile
 import weakref
@@ -199,6 +200,14 @@ class Shelved:
         out = torch.empty(self.shape, dtype=self.dtype) if into is None else into
         self.shelf.read(self.start, out)
         return out
+
+    def __getitem__(self, rows: slice) -> Shelved:
+        """Return some neighbouring rows, which are not read yet."""
+        first, stop, _ = rows.indices(self.shape[0])
+        skipped = first * math.prod(self.shape[1:]) * self.dtype.itemsize
+        return replace(
+            self, start=self.start + skipped, shape=(max(0, stop - first), *self.shape[1:])
+        )
 
 
 @contextmanager

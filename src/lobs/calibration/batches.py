@@ -35,7 +35,7 @@ class Batches:
     def __init__(self, source: Iterable[Any], name: str = "calibration") -> None:
         self.source, self.name = source, name
         self._first: int | None = None
-        self.steady = True  # every complete pass has given the same batches, as far as sampled
+        self._steady = True
 
     def __iter__(self) -> Iterator[Any]:
         sample = 0
@@ -50,7 +50,12 @@ class Batches:
             sample = _sampled(batch, sample)
             yield batch
         self._first = sample if self._first is None else self._first
-        self.steady = self.steady and sample == self._first
+        self._steady = self._steady and sample == self._first
+
+    @property
+    def steady(self) -> bool:
+        """Return whether every complete pass has given the same batches, as far as sampled."""
+        return self._steady
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]

@@ -22,16 +22,22 @@ class Part(Batches):
 
     def __init__(self, whole: Batches, chosen: Iterable[int]) -> None:
         super().__init__(whole.source, whole.name)
+        self._whole = whole
         self._chosen = torch.tensor(sorted(chosen))
 
     def __iter__(self) -> Iterator[Any]:
         first = 0
-        for batch in super().__iter__():
+        for batch in self._whole:
             count = batch_size(batch)
             rows = torch.isin(torch.arange(first, first + count) % ROUND, self._chosen).nonzero()
             first += count
             if len(rows):
                 yield _rows(batch, rows.squeeze(1), count)
+
+    @property
+    def steady(self) -> bool:
+        """See `Batches`."""
+        return self._whole.steady
 
 
 def divided(batches: Batches, *, certify: bool = True) -> tuple[Batches, Batches, Batches | None]:

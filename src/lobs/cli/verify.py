@@ -112,7 +112,7 @@ def _why_skipped(saved: Checkpoint) -> str:
 
 
 def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> list[Finding]:
-    from lobs.calibration.batches import guarded
+    from lobs.calibration.forward import fitted
     from lobs.calibration.kept_back import BOTH, KEPT_BACK, divided
     from lobs.certificate.verify import Finding, verify_errors, verify_guarantee
     from lobs.cli.subject import open_subject, require_trust
@@ -134,7 +134,7 @@ def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> 
     settings = saved.record.get("settings")
     parts = settings.get(KEPT_BACK) if isinstance(settings, dict) else None
     if parts is not None:
-        batches, _, certifying = divided(guarded(batches), certify=parts == BOTH)
+        batches, _, certifying = divided(fitted(dense.model, batches), certify=parts == BOTH)
         kept_back = certifying or kept_back
     return [
         source,

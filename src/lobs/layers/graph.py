@@ -14,7 +14,6 @@ their defaults. `if mask is not None` then takes the branch of a real call.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 
 from lobs.layers.discovery import is_plain_layer
+from lobs.layers.untouched import copied
 
 
 class TraceError(Exception):
@@ -51,7 +51,12 @@ class Trace:
     output: Any = None
 
 
-def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    example: Any = None,
+    names: frozenset[str] | None = None,
+    leaves: frozenset[int] = frozenset(),
+) -> Trace:
     """Trace a network in its present mode, and return its steps.
 
     Args:
@@ -59,6 +64,7 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
         example: a batch to run once, for the shapes. Without one no shapes are known.
         names: the arguments the network is called with, as `argument_names` gives them. The
             names in `example` are used where there is one.
+        leaves: ids of more modules that are one step each.
 
     Raises:
         TraceError: the forward pass cannot be traced, or fails on the example.
@@ -70,11 +76,12 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
     shapes: dict[fx.Node, torch.Size] = {}
     output = None
     try:
-        copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-        tracer = _Tracer(names)
-        graph = tracer.trace(copied)
+        twin = copied(model, share=model.parameters())
+        steps = {name for name, module in model.named_modules() if id(module) in leaves}
+        tracer = _Tracer(names, steps)
+        graph = tracer.trace(twin)
         if example is not None:
-            shapes, output = _shapes(copied, graph, arguments(graph, example, device_of(model)))
+            shapes, output = _shapes(twin, graph, arguments(graph, example, device_of(model)))
     except Exception as error:  # tracing runs the user's code, which may raise anything
         text = str(error).strip() or type(error).__name__
         raise TraceError(text.splitlines()[0]) from error
@@ -105,9 +112,9 @@ def arguments(graph: fx.Graph, batch: Any, device: torch.device) -> dict[fx.Node
 class _Tracer(fx.Tracer):
     """Trace with every layer that `lobs` knows as one step, and absent arguments as constants."""
 
-    def __init__(self, names: frozenset[str] | None) -> None:
+    def __init__(self, names: frozenset[str] | None, steps: set[str]) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.steps = names, steps
         self.assigns_state = False
         self.parameter_steps: dict[str, fx.Proxy] = {}
         self.leaves: set[nn.Module] = set()
@@ -164,7 +171,8 @@ class _Tracer(fx.Tracer):
         return self.call_module(module, module._call_impl, args, kwargs)
 
     def _is_one_step(self, module: nn.Module, name: str) -> bool:
-        return is_plain_layer(module) or super().is_leaf_module(module, name)
+        known = is_plain_layer(module) or name in self.steps
+        return known or super().is_leaf_module(module, name)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self.leaves

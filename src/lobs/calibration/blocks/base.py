@@ -23,6 +23,7 @@ from lobs.layers import Layer, watching
 KEPT_BACK = 8  # one sample in so many is held out
 IN_MEMORY = 4 * 2**30  # bytes of activations that may stay in memory
 _WORTH_A_FILE = 2**16
+_ENOUGH = 64  # input vectors for every column of a layer; of images with more, some positions serve
 
 LayerPair = tuple[Layer, Layer]
 Run = Callable[[], Any]
@@ -45,6 +46,7 @@ class Block(ABC):
         self.layers, self.name = layers, name
         self.calls: dict[str, int] = {}  # calls of each layer in one pass, where not one
 
+    vectors: Mapping[str, int] = {}  # of each layer's inputs in all data, where positions may go
     holds_out = False  # whether some samples are kept out of the layers' moments
     count = 0  # batches of this process, where samples are held out
 
@@ -78,6 +80,17 @@ class Block(ABC):
     def advance(self) -> None:  # noqa: B027 - a block that keeps no state has nothing to do
         """Leave this block behind, now that its layers are pruned."""
 
+    def run_dense(self, seen: Collection[str]) -> None:
+        """Run batches through the dense block until all its layers were `seen`: mostly one."""
+        ran = False
+        for dense, _ in self.both():
+            dense()
+            ran = True
+            if len(seen) == len(self.layers):
+                return
+        if process_group().size == 1 and not ran:
+            raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
+
     def observe(
         self,
         together: Sequence[LayerPair],
@@ -92,17 +105,16 @@ class Block(ABC):
             moments: their moments, by name.
             held_out: take the held-out samples instead.
         """
-        for dense_inputs, pruned_inputs in self.inputs(together, held_out=held_out):
+        inputs = self.inputs(together, held_out=held_out)
+        for number, (dense_inputs, pruned_inputs) in enumerate(inputs):
             for before, after in together:
                 xs, xs_hat = dense_inputs[before.name], pruned_inputs[after.name]
-                if len(xs) != len(xs_hat):
-                    raise CalibrationError(
-                        f"layer '{before.name}' runs {len(xs)} times on a batch in the dense "
-                        f"network and {len(xs_hat)} times once layers before it are pruned, so "
-                        "their inputs cannot be compared. Use inputs='dense'."
-                    )
+                if len(xs) != len(xs_hat):  # an expert that no token reaches any more
+                    moments[before.name].unpaired(after, xs_hat)
+                    continue
+                step = before.spacing(self.vectors.get(before.name, 0), _ENOUGH * before.columns)
                 for x, x_hat in zip(xs, xs_hat, strict=True):
-                    moments[before.name].add(before, x, x_hat)
+                    moments[before.name].add(before, x, x_hat, step=step, start=number)
             yield
 
 
@@ -191,7 +203,8 @@ def _moments(layers: Sequence[LayerPair]) -> dict[str, PairedMoments]:
     found: dict[str, PairedMoments] = {}
     first: dict[Any, PairedMoments] = {}
     for layer, _ in layers:
-        key = layer.form, layer.columns, layer.groups, layer.bias is None, layer.weight.device
+        key = (layer.form, layer.columns, layer.groups, layer.bias is None, layer.weight.device,
+               layer.name if layer.together is not None else "")  # fmt: skip
         found[layer.name] = PairedMoments(layer, first.get(key))
         if not memory.single_copy(layer.groups, layer.columns):  # whose problem overwrites it
             first.setdefault(key, found[layer.name])
@@ -199,29 +212,7 @@ def _moments(layers: Sequence[LayerPair]) -> dict[str, PairedMoments]:
 
 
 def _sharing_inputs(block: Block) -> list[list[LayerPair]]:
-    """Group the layers that one run can serve: neighbours whose input is the same tensor object.
-
-    Batches are run until every layer has been reached, because not every batch reaches all of them.
-    """
-    groups: list[list[str]] = []
-    block.calls = {}
-    with process_group().raise_together():
-        read = _look(block, groups)
-        if not read and process_group().size == 1:
-            raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
-    pairs = {before.name: (before, after) for before, after in block.layers}
-    # A process may have seen some layers only, yet all processes must take them in one order.
-    gathered = process_group().all_gather([groups, block.calls])
-    groups, block.calls = [], {}
-    for others, calls in gathered:
-        _merge(groups, others)
-        block.calls = calls | block.calls
-    return [[pairs[name] for name in group] for group in groups]
-
-
-def _look(block: Block, groups: list[list[str]]) -> bool:
-    """Run batches until every layer was reached; note the groups, and return whether any ran."""
-    read = False
+    """Group the layers that one run can serve: neighbours whose input is the same tensor object."""
     seen: dict[str, list[tuple[Tensor, int]]] = {}
 
     def note(name: str, x: Tensor) -> None:
@@ -229,36 +220,29 @@ def _look(block: Block, groups: list[list[str]]) -> bool:
         # work in place between two layers, which the version tells.
         seen.setdefault(name, []).append((x, version(x)))
 
-    with watching(before.on_input(partial(note, before.name)) for before, _ in block.layers):
-        for dense, _ in block.both():
-            seen.clear()
-            dense()
-            read = True
-            _merge(groups, _neighbours(seen))
-            block.calls = {name: len(xs) for name, xs in seen.items()} | block.calls
-            if len(block.calls) == len(block.layers):
-                break
-    return read
-
-
-def _neighbours(seen: Mapping[str, list[tuple[Tensor, int]]]) -> list[list[str]]:
+    with (
+        process_group().raise_together(),
+        watching(before.on_input(partial(note, before.name)) for before, _ in block.layers),
+    ):
+        block.run_dense(seen)
+    block.calls = {name: len(inputs) for name, inputs in seen.items()}
+    pairs = {before.name: (before, after) for before, after in block.layers}
     groups: list[list[str]] = []
+    joined: dict[Any, list[str]] = {}  # experts, which do not feed each other
     for name in seen:
+        together = pairs[name][0].together
         same = groups and _identical(seen[groups[-1][-1]], seen[name])
-        groups[-1].append(name) if same else groups.append([name])
-    return groups
-
-
-def _merge(groups: list[list[str]], more: Sequence[Sequence[str]]) -> None:
-    """Insert the layers of `more` that are not in `groups`, each behind the layers before it."""
-    place = 0
-    for group in more:
-        known = [i for i, own in enumerate(groups) if set(own) & set(group)]
-        fresh = [name for name in group if not any(name in own for own in groups)]
-        place = max([place, *(i + 1 for i in known)])
-        if fresh:
-            groups.insert(place, fresh)
-            place += 1
+        if together in joined:
+            joined[together].append(name)
+        elif same and together is None:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            joined |= {} if together is None else {together: groups[-1]}
+    # A process without data has seen no layer, yet all processes must take them in one order.
+    gathered = process_group().all_gather([groups, block.calls])
+    groups, block.calls = next((found for found in gathered if found[0]), ([], {}))
+    return [[pairs[name] for name in group] for group in groups]
 
 
 def _identical(some: Sequence[tuple[Tensor, int]], others: Sequence[tuple[Tensor, int]]) -> bool:

@@ -11,7 +11,6 @@ reached by running the network, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
+from lobs._system.noise import seed_of
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.arguments import Arguments, flowing, shapes
 from lobs.calibration.blocks.base import (
@@ -55,11 +55,7 @@ class Sample:
     arguments: Arguments
     wanted: Tensor | memory.Shelved
     held_out: bool
-
-    @property
-    def wanted_size(self) -> int:
-        """Return how many numbers the dense block's output has."""
-        return math.prod(self.wanted.shape)
+    seed: int = 0  # of the random numbers that the dense block drew
 
     @property
     def form(self) -> Hashable:
@@ -107,7 +103,13 @@ class Repeated(Block):
         self._advance_dense()  # so that the dense side's values are the block's outputs
         arguments = self.row.arguments[1]
         return [
-            Sample(x, arguments[index][self.name], wanted, self.row.held_out[index])
+            Sample(
+                x,
+                arguments[index][self.name],
+                wanted,
+                self.row.held_out[index],
+                seed_of(self.name, index),
+            )
             for index, (wanted, x) in enumerate(zip(*self.row.values, strict=True))
         ]
 
@@ -212,7 +214,8 @@ class Streams:
         x = loaded(self.values[side][index])
         x = x.clone() if x is self.values[side][index] else x
         with user_code(f"running block '{name}'"):
-            return self.arguments[side][index][name].run(self.module(side, name), x)
+            seed = seed_of(name, index)
+            return self.arguments[side][index][name].run(self.module(side, name), x, seed)
 
     def advance(self, side: int, name: str) -> None:
         """Replace a network's activations before a block by those after it."""

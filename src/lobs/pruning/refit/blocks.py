@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
-from lobs.layers import Layer, watching
+from lobs.layers import Layer
 from lobs.pruning.refit.descent import (
     Free,
     Piece,
@@ -30,15 +30,16 @@ from lobs.pruning.refit.descent import (
     cut,
     descend,
     free_parameters,
+    random_signs,
     separable,
 )
 from lobs.pruning.refit.joint import JointRefit
+from lobs.solvers import linalg
 
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
-WORK_BYTES = 32  # of every weight of a block: copy, gradient, Adam's four, exact and best
+WORK_BYTES = 32  # of a block's weight: copy, gradient, Adam's two, step, size, exact and best
 _LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this
-_LEAST_SIZE = 1e-3  # of a layer's inputs, relative to their mean; smaller ones count as this
 _FEWEST_ROWS = 4  # of one step, where there are more
 
 
@@ -132,46 +133,12 @@ def refit_block(
     distance = _BlockDistance(work, block.samples(), free)
     if not distance.held_energy:
         return BlockRefit(block.name, reason="no sample could be held out")
-    units = _units(block, layers)
-    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}", units)
+    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}")
     if found.reason:
         return BlockRefit(block.name, reason=found.reason)
     if not 0 < found.before < math.inf:
         return BlockRefit(block.name, reason=f"its deviation is {found.before:g}")
     return BlockRefit(block.name, found.before, found.after, found.epochs, found.held_out)
-
-
-@torch.no_grad()
-def _units(block: Repeated, layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Return the factor on each weight's step: one over the root of its input's typical size.
-
-    Inputs of one layer differ in size, a hundredfold in language models. With even steps the
-    largest would decide how long a step may be. Steps in proportion to one over the size would
-    fit noise in the smallest.
-    """
-    energies = {
-        layer.name: torch.zeros(
-            layer.groups, layer.columns, dtype=torch.float64, device=layer.weight.device
-        )
-        for layer in layers
-    }
-
-    def note(layer: Layer, x: Tensor) -> None:
-        for piece in layer.patches(x.detach().to(torch.float32)):
-            energies[layer.name] += piece.double().square().sum(dim=1)
-
-    with watching(layer.on_input(partial(note, layer)) for layer in layers):
-        for sample in block.samples()[:1]:
-            sample.arguments.run(block.module, loaded(sample.inputs).clone())
-    process_group().all_reduce(*energies.values())
-    found: dict[str, Tensor] = {}
-    for layer in layers:
-        sizes = energies[layer.name].sqrt()
-        unit = (sizes / sizes.mean().clamp_min(1e-30)).clamp_min(_LEAST_SIZE).rsqrt().float()
-        for name, values in layer.by_column(unit).items():
-            key = name.removeprefix(f"{block.name}.")
-            found[key] = found[key] * values if key in found else values
-    return found
 
 
 class _BlockDistance:
@@ -182,20 +149,16 @@ class _BlockDistance:
 
     def __init__(self, work: nn.Module, samples: Sequence[Sample], free: Free) -> None:
         self.samples = samples
-        counts = [len(loaded(sample.inputs)) for sample in samples]
-        energies = [_energy(loaded(sample.wanted)) for sample in samples]
-        sizes = [sample.wanted_size for sample in samples]
-        held = [sample.held_out for sample in samples]
-        fit = sum(n for n, out in zip(counts, held, strict=True) if not out)
+        counts = [sample.inputs.shape[0] for sample in samples]
+        held = [sample for sample in samples if sample.held_out]
         group = process_group()
-        total, energy, size, self.held_energy = group.sum_numbers(
-            float(fit),
-            sum(energies),
-            float(sum(sizes)),
-            sum(e for e, out in zip(energies, held, strict=True) if out),
+        total, size, self.held_energy = group.sum_numbers(
+            float(sum(counts) - sum(sample.inputs.shape[0] for sample in held)),
+            float(sum(math.prod(sample.wanted.shape) for sample in held)),
+            sum(_energy(loaded(sample.wanted)) for sample in held),
         )
         # Adam's steps do not depend on the loss's scale, as long as float32 holds the gradients.
-        self._scale = size / max(energy, 1e-30)
+        self._scale = size / max(self.held_energy, 1e-30)
         even, enough = total / SCHEDULE.steps, _enough_rows(samples, free)
         self.rows = max(1, math.floor(min(even, enough) / group.size))
         self.steps = SCHEDULE.steps if enough < even else None
@@ -209,6 +172,12 @@ class _BlockDistance:
         """See `Objective`."""
         return self._scale * self._squared(work, piece)
 
+    def probe(self, work: nn.Module, piece: Piece, generator: torch.Generator) -> Tensor:
+        """See `Objective`."""
+        out, goal = self._outputs(work, piece)
+        signs = random_signs(goal, generator)
+        return math.sqrt(self._scale) * (_by_size(signs, goal) * out).sum()
+
     @torch.no_grad()
     def distance(self, work: nn.Module) -> float:
         """See `Objective`."""
@@ -217,15 +186,19 @@ class _BlockDistance:
         return far / self.held_energy if self.held_energy else 0.0
 
     def _squared(self, work: nn.Module, piece: Piece) -> Tensor:
-        sample = self.samples[piece.sample]
-        x, wanted = loaded(sample.inputs), loaded(sample.wanted)
-        rows = slice(piece.rows.start, piece.rows.stop)
-        arguments = sample.arguments.rows(rows, len(x)).to(torch.float32)
-        out = flowing(arguments.run(work, x[rows].to(torch.float32, copy=True)))
-        assert out is not None
-        goal = wanted[rows].to(torch.float32)
-        far: Tensor = ((out - goal) / _size(goal)).square().sum()
+        out, goal = self._outputs(work, piece)
+        far: Tensor = _by_size(out - goal, goal).square().sum()
         return far
+
+    def _outputs(self, work: nn.Module, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Return the block's output on a piece, and the dense block's."""
+        sample = self.samples[piece.sample]
+        rows = slice(piece.rows.start, piece.rows.stop)
+        x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
+        arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
+        out = flowing(arguments.run(work, x.to(torch.float32, copy=True), sample.seed))
+        assert out is not None
+        return out, goal
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
         """Return whether rows are independent in one sample of every form."""
@@ -233,26 +206,27 @@ class _BlockDistance:
         return all(separable(partial(self._squared, work), piece) for piece in forms.values())
 
 
-def _size(wanted: Tensor) -> Tensor:
-    """Return what deviations are divided by: in sequences, the size of each position's features.
+def _by_size(far: Tensor, wanted: Tensor) -> Tensor:
+    """Divide deviations in sequences by the size of each position's features.
 
     Norms stand between the blocks of a transformer, so a deviation counts by its share of the
     position. Single tokens can be a thousand times larger than all others.
     """
     if wanted.dim() != 3:
-        return wanted.new_ones(())
+        return far
     each = wanted.square().mean(dim=-1, keepdim=True)
-    return each.maximum(_LEAST_ENERGY * each.median(dim=1, keepdim=True).values + 1e-30).sqrt()
+    least = _LEAST_ENERGY * each.median(dim=1, keepdim=True).values + 1e-30
+    return far / each.maximum(least).sqrt()
 
 
 def _energy(wanted: Tensor) -> float:
     wanted = wanted.to(torch.float32)
-    return float((wanted / _size(wanted)).double().square().sum())
+    return linalg.energy(_by_size(wanted, wanted))
 
 
 def _enough_rows(samples: Sequence[Sample], free: Free) -> float:
     """Return how many rows one step needs, in all processes."""
     weights = sum(p.numel() if mask is None else int(mask.sum()) for _, p, mask in free)
-    outputs = loaded(samples[0].wanted)[0].numel() if samples else 0
+    outputs = math.prod(samples[0].wanted.shape[1:]) if samples else 0
     most: int = max(process_group().all_gather(outputs))
     return max(_FEWEST_ROWS, math.ceil(_OUTPUTS_PER_WEIGHT * weights / max(1, most)))
