@@ -166,8 +166,8 @@ class Tally:
             return
         self.samples += count
         x, y = (t.detach().to(torch.float64).reshape(count, -1) for t in (first, second))
-        moved = torch.linalg.vector_norm(x - y, dim=1)
-        size = torch.linalg.vector_norm(x, dim=1)
+        moved = (x - y).square().sum(dim=1).sqrt()
+        size = x.square().sum(dim=1).sqrt()
         relative = torch.where(moved == 0, 0.0, moved / size).nan_to_num(1.0, posinf=1.0)
         self.error += float(relative.clamp(max=1.0).sum())
         if is_answers(dense, first):

@@ -71,19 +71,11 @@ def prune(
         A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save()`.
     """
     began = time.perf_counter()
-    if not isinstance(inplace, bool):
-        raise LobsError(f"inplace is {inplace!r}: True or False.")
-    check_model(model)
-    dense = folded(model)
-    if inplace and dense is not model:
-        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    dense = _dense(model, inplace)
     data = fitted(dense, batches)
     asked = checked(dense, target, options, keep, data)
     other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
-    choosing, kept_for = None, ""
-    if isinstance(asked.target, Budget) and asked.target.by_agreement:
-        data, choosing, certifying = divided(data, certify=other is None)
-        other, kept_for = (certifying, BOTH) if other is None else (other, CHOICE)
+    data, choosing, other, kept_for = _kept_back(asked, data, other)
     with _prepared(dense, asked, progress) as log, _opened(dense, data, asked) as session:
         session.choosing = choosing
         asked, samples = session.options, session.calibration.samples
@@ -101,7 +93,7 @@ def prune(
         certificate=certificate,
         solutions=solutions,
         settings={"samples": samples, "calibration seconds": round(calibrated, 2)}
-        | ({KEPT_BACK: kept_for} if kept_for else {})
+        | kept_for
         | _settings(asked, run, trials),
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,
@@ -118,6 +110,29 @@ def _pruned(session: Session) -> tuple[Run, list[Trial]]:
     if isinstance(target, Budget) and target.drop is not None:
         return search_drop(session)
     return run_rounds(session), []
+
+
+def _dense(model: nn.Module, inplace: bool) -> nn.Module:
+    """Return the network with parametrised weights folded; refuse what cannot be written."""
+    if not isinstance(inplace, bool):
+        raise LobsError(f"inplace is {inplace!r}: True or False.")
+    check_model(model)
+    dense = folded(model)
+    if inplace and dense is not model:
+        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    return dense
+
+
+def _kept_back(
+    asked: Options, data: Batches, other: Batches | None
+) -> tuple[Batches, Batches | None, Batches | None, dict[str, str]]:
+    """Return the inputs that prune, choose and certify, and what some were kept back for."""
+    if not (isinstance(asked.target, Budget) and asked.target.by_agreement):
+        return data, None, other, {}
+    pruning, choosing, certifying = divided(data, certify=other is None)
+    if other is not None:
+        return pruning, choosing, other, {KEPT_BACK: CHOICE}
+    return pruning, choosing, certifying, {KEPT_BACK: BOTH}
 
 
 def forecast(
