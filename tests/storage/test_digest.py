@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lobs
 from lobs import Budget, Execution, LobsError, Sparsity, prune_in_stages
-from lobs.storage.digest import digest_of, digest_of_data, settled
+from lobs.storage.digest import digest_of, digest_of_data, identified
 from lobs.training import Shuffled, Stage, distillation, sgd
 
 
@@ -72,7 +72,7 @@ def test_resume_refuses_another_network_data_solver_or_score(tmp_path):
         )
 
     refused(run, {"shift": 1.0}, {"scale": 2.0}, {"table": 1.0}, {"solver": Mine(1)})
-    assert settled(Mine(1)) != settled(Mine(2)) and settled(Mine(1)) == settled(Mine(1))
+    assert identified(Mine(1)) != identified(Mine(2)) and identified(Mine(1)) == identified(Mine(1))
 
 
 def test_resume_refuses_another_evaluate(tmp_path):

@@ -180,14 +180,14 @@ class Tally:
         logs = [t.detach().to(torch.float64).log_softmax(dim=-1) for t in (first, second)]
         other = (first.argmax(dim=-1) != second.argmax(dim=-1)).to(torch.float64)
         other = torch.where(second.isfinite().all(dim=-1), other, 1.0)
-        apart = (logs[0].exp() * (logs[0] - logs[1])).nan_to_num(0.0).sum(dim=-1)
+        divergence = (logs[0].exp() * (logs[0] - logs[1])).nan_to_num(0.0).sum(dim=-1)
         if first.dim() > 2:
             self.whole = False
             weight = torch.ones_like(other) if counted is None else counted.to(other)
             share = weight / weight.sum(dim=1, keepdim=True).clamp(min=1)
-            other, apart = (other * share).sum(dim=1), (apart * share).sum(dim=1)
+            other, divergence = (other * share).sum(dim=1), (divergence * share).sum(dim=1)
         self.changed += float(other.sum())
-        self.divergence += float(apart.sum())
+        self.divergence += float(divergence.sum())
 
     def join(self) -> Tally:
         """Add up the sums of all processes."""

@@ -117,7 +117,7 @@ def _walk(
         true, traced.output, rtol=1e-5, atol=1e-6 * float(true.abs().max()), equal_nan=True
     ):
         raise NotAChainError("its steps, run one by one, give another output")
-    weights = _read_apart(model, layers, errors)
+    weights = _weights_of_pruned(model, layers, errors)
     moved: dict[fx.Node, tuple[str, ...]] = {}  # each with the steps whose memory it may share
     for node in traced.graph.nodes:
         if node.op == "get_attr" and id(_attribute(model, str(node.target))) in weights:
@@ -151,7 +151,7 @@ def _tensors_in(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _read_apart(
+def _weights_of_pruned(
     model: nn.Module, layers: Mapping[str, Layer], errors: Mapping[str, float]
 ) -> set[int]:
     """Return the tensors of pruned layers, which no other step may read."""

@@ -1,6 +1,6 @@
 """Hash what decides a run's result: tensors, arrays, settings, functions, networks and their state.
 
-Two values with the same digest lead to the same run, as far as Python can tell. Not covered: files
+Two values with the same digest lead to the same run, as far as Python shows. Not covered: files
 that a function reads, the code of other packages, and attributes that `forward` itself assigns.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 _DEEPEST = 12  # levels of containers and objects that are followed
-# What torch.nn.Module keeps for itself: weights are hashed apart, hooks and modes do not count.
+# What torch.nn.Module keeps for itself: weights are hashed on their own, hooks and modes do not count.
 _MODULE = frozenset(vars(nn.Module()))
 
 
@@ -35,7 +35,7 @@ def digest_of(value: Any) -> str:
     return digest.text
 
 
-def settled(value: Any) -> str:
+def identified(value: Any) -> str:
     """Return a value as text that differs where the value does: its repr, and a hash if needed."""
     shown = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return shown if _is_plain(value) else f"{' '.join(shown.split())[:200]} #{digest_of(value)[:8]}"

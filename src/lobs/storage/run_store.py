@@ -27,7 +27,7 @@ from lobs.errors import FileError, LobsError
 from lobs.storage import checkpoint
 from lobs.storage.atomic import atomic_write, make_folder
 from lobs.storage.checkpoint import Checkpoint
-from lobs.storage.digest import Digest, digest_of, settled
+from lobs.storage.digest import Digest, digest_of, identified
 
 _IDENTITY = "run.json"
 # Raise this when the same settings lead to other numbers: older run stores are then refused.
@@ -206,7 +206,7 @@ def fingerprint(
         for batch in batches:
             data.add(batch)
             count += 1
-    plain = {key: settled(value) for key, value in settings.items()}
+    plain = {key: identified(value) for key, value in settings.items()}
     parts = process_group().all_gather([count, data.text[:16]])
     own = weights_hash(model) if weights_digest is None else weights_digest
     weights = {*process_group().all_gather(own[:16])}

@@ -18,7 +18,7 @@ from lobs._system.progress import shown
 from lobs._system.run_log import recorded_run
 from lobs.pruning.options import Execution
 from lobs.storage.atomic import make_folder
-from lobs.storage.digest import digest_of, digest_of_data, settled
+from lobs.storage.digest import digest_of, digest_of_data, identified
 from lobs.storage.train_state import TrainingState
 from lobs.training.hold import hold
 from lobs.training.loop import TrainingLoop
@@ -159,8 +159,8 @@ def _decisive(model: nn.Module, loop: TrainingLoop) -> dict[str, Any]:
     return {
         "network": digest_of(model)[:16],
         "data": digest_of_data(loop.data, max(1, settings.iterations)),
-        "loss": settled(settings.loss),
+        "loss": identified(settings.loss),
         "teacher": None if settings.teacher is None else digest_of(settings.teacher)[:16],
         "every": settings.every,
         "until_score": settings.until_score,
-    } | ({} if settings.until_score is None else {"evaluate": settled(settings.evaluate)})
+    } | ({} if settings.until_score is None else {"evaluate": identified(settings.evaluate)})

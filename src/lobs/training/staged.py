@@ -251,8 +251,8 @@ class _StageStore:
             {}
             if folder is None
             else {
-                "pruning": _settled(work.pruning),
-                "retraining": _settled(work.retraining),
+                "pruning": _identified(work.pruning),
+                "retraining": _identified(work.retraining),
                 "start": digest_of(model)[:16],
                 "inputs": digest_of_data(work.batches, sys.maxsize),
                 "data": digest_of_data(work.data, longest),
@@ -274,7 +274,7 @@ class _StageStore:
     ) -> None:
         """Keep a finished stage."""
         if self.folder is not None:
-            record = {**self._identity, "stage": _settled(stage), "result": vars(result)}
+            record = {**self._identity, "stage": _identified(stage), "result": vars(result)}
             save(model, self._file(number), masks, record)
 
     def read(
@@ -284,7 +284,7 @@ class _StageStore:
         if self.folder is None or not self._file(number).is_file():
             return None
         saved = load(self._file(number))
-        for key, value in {**self._identity, "stage": _settled(stage)}.items():
+        for key, value in {**self._identity, "stage": _identified(stage)}.items():
             if saved.record.get(key) != value:
                 raise FileError(
                     f"'{self._file(number)}' holds another {_NAMES[key]} "
@@ -322,7 +322,7 @@ def _kept(target: Target) -> tuple[str, float]:
     return "", 0.0
 
 
-def _settled(value: Any) -> str:
+def _identified(value: Any) -> str:
     """Return settings as text that is the same in every process, with a hash of all they hold."""
     given = value if isinstance(value, Mapping) else vars(value)
     shown = ", ".join(f"{key}: {_printed(given[key])}" for key in sorted(given))
