@@ -92,8 +92,7 @@ def prune(
         layers=layers,
         certificate=certificate,
         solutions=solutions,
-        settings={"samples": samples, "calibration seconds": round(calibrated, 2)}
-        | kept_for
+        settings={"samples": samples, "calibration seconds": round(calibrated, 2), **kept_for}
         | _settings(asked, run, trials),
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,

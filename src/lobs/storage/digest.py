@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 _DEEPEST = 12  # levels of containers and objects that are followed
-# What torch.nn.Module keeps for itself: weights are hashed on their own, hooks and modes do not count.
+# torch.nn.Module keeps these for itself: weights are hashed on their own, hooks do not count.
 _MODULE = frozenset(vars(nn.Module()))
 
 
