@@ -58,6 +58,24 @@ class TrainingError(LobsError, ValueError):
     """A training run whose arguments do not fit, or whose loss diverged."""
 
 
+def clipped(value: object) -> str:
+    """Return a value's repr in at most 60 characters; a huge number has no repr at all."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def printable(text: str) -> str:
+    r"""Return text in which everything that could steer a terminal, newlines too, is escaped.
+
+    >>> printable("a\x1b[2K\nok")
+    'a\\x1b[2K\\nok'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class NumericalWarning(UserWarning):
     """The result is valid, but a matrix was regularised; the message says which and by how much."""
 

@@ -121,13 +121,15 @@ class Budget(_Brief):
     Args:
         parameters: how many weights to keep.
         bytes: size of the network with kept weights in their own type behind a bit mask, and
-            everything else dense.
+            everything else dense. A file's header comes on top: some hundred bytes for each tensor.
         flops: operations that one input may cost in the pruned layers, two for every use of a kept
             weight.
-        drop: how far the score of `evaluate` may fall. The smallest network within it is searched.
+        drop: how far the score may fall. The smallest network within it is searched.
         keep_at_least: smallest kept fraction of layers, by name or glob.
         keep_at_most: largest kept fraction of layers, by name or glob.
         evaluate: a function from a network to its score, larger is better. It goes with `drop`.
+            By default the score is agreement with the dense network on kept-back inputs: the share
+            of equal top answers or next tokens, or else 1 less the output's relative change.
         rounds: number of allocation rounds, as for `Sparsity`. Each trial of `drop` takes one.
     """
 
@@ -174,15 +176,21 @@ class Budget(_Brief):
             if self.evaluate is not None:
                 raise TargetError("evaluate is the score that drop=… is about: leave it out.")
         elif self.evaluate is None:
-            raise TargetError(
-                "Budget(drop=…) needs evaluate=…: a function from a network to its score, larger "
-                "is better."
-            )
+            if not 0 < self.drop < 1:
+                raise TargetError(
+                    f"Budget drop is {self.drop:g}, which needs evaluate=…: without evaluate it is "
+                    "the share of answers that may change, such as 0.005."
+                )
         elif not callable(self.evaluate):
             raise TargetError(
                 f"evaluate is {self.evaluate!r}: give a function from a network to its score, "
                 "larger is better."
             )
+
+    @property
+    def by_agreement(self) -> bool:
+        """Return whether networks are judged by their agreement with the dense one."""
+        return self.drop is not None and self.evaluate is None
 
     @property
     def _wishes(self) -> dict[str, float | None]:

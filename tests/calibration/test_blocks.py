@@ -406,3 +406,29 @@ def test_with_enough_data_or_a_damping_of_the_user_none_is_chosen():
 def test_the_share_that_a_target_keeps_is_known_or_a_half(target, share):
     problem = Problem(torch.randn(10, 20), torch.eye(20))
     assert kept_share(target, problem) == pytest.approx(share)
+
+
+class Sometimes(nn.Module):
+    """A layer that only some batches reach, between two that all batches reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.rare, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        if float(x[0, 0]) > 0:
+            h = h + self.rare(h)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("inputs", ["asymmetric", "pruned", "dense"])
+@pytest.mark.parametrize("reached", [[1], [2, 3]])
+def test_a_layer_that_not_every_batch_reaches_is_pruned(inputs, reached):
+    torch.manual_seed(0)
+    batches = [torch.randn(20, 6) for _ in range(4)]
+    for index, batch in enumerate(batches):
+        batch[0, 0] = 1.0 if index in reached else -1.0
+    result = lobs.prune(Sometimes(), batches, keep=0.5, inputs=inputs, progress=False)
+    assert [layer.name for layer in result.layers] == ["first", "rare", "last"]
+    assert result.kept == 45 and int((result.model.rare.weight == 0).sum()) > 0

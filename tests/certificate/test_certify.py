@@ -311,7 +311,6 @@ def test_certify_compares_any_two_networks_and_measures_held_out_inputs():
 @pytest.mark.parametrize(
     ("model", "batch", "reason"),
     [
-        (Residual(), torch.randn(8, 5), "branch or residual"),
         (Branching(), torch.rand(8, 5), "could not be traced"),
         (Twice(), torch.randn(8, 5), "more than once"),
         (Keywords(), {"x": torch.randn(8, 5)}, "keyword"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from math import floor
 
 import pytest
 import torch
 from torch import fx, nn
-from torch.fx import _symbolic_trace
 
 from lobs.layers.graph import TraceError, argument_names, arguments, trace
 
@@ -93,65 +93,89 @@ def test_a_layer_of_ones_own_class_is_one_step_only_if_it_computes_as_the_known_
     assert modules(Doubled(3, 3)) == ["1"]
 
 
-class Rounding(nn.Module):
-    """Calls a function that torch.fx wraps in this very file."""
-
-    def forward(self, x):
-        return x + floor(1.5)
-
-
-class Interrupted(nn.Module):
-    def forward(self, x):
-        raise KeyboardInterrupt
+def patchable():
+    own = [vars(nn.Module)[name] for name in ("__call__", "__getattr__")]
+    true_math = vars(sys.modules["math"])  # in traced code the name stands for another one
+    here = vars(sys.modules[__name__])["floor"]
+    return [*own, *(f for f in true_math.values() if callable(f)), here]
 
 
-def test_an_interrupt_leaves_modules_as_they_were(monkeypatch):
-    def patchable():
-        own = [vars(nn.Module)[name] for name in ("__call__", "__getattr__")]
-        return [*own, *(f for f in vars(math).values() if callable(f)), floor]
+def test_tracing_patches_nothing_so_that_an_interrupt_leaves_nothing_behind():
+    before, during = patchable(), []
 
-    def stop(self):
-        raise KeyboardInterrupt
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            during.extend(patchable())
+            floor(x.size(0) / 2)
+            raise KeyboardInterrupt
 
-    before = patchable()
     with pytest.raises(KeyboardInterrupt):
         trace(Interrupted())
-    assert all(a is b for a, b in zip(patchable(), before, strict=True))
-    # Ctrl-C while torch.fx removes its own patches.
-    for kind in (_symbolic_trace._PatchedFnSetAttr, _symbolic_trace._PatchedFnSetItem):
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "revert", stop)
-            with pytest.raises(KeyboardInterrupt):
-                trace(Rounding())
-        assert all(a is b for a, b in zip(patchable(), before, strict=True))
+    for now in (during, patchable()):
+        assert all(a is b for a, b in zip(now, before, strict=True))
     assert nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
 
 
-def test_traces_wait_for_each_other():
-    inside, most = [], []
+def scaled(q, k):
+    return q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+
+
+@fx.wrap
+def unfollowable(x):
+    return x if x.sum() > 0 else -x
+
+
+class Attending(nn.Module):
+    """Takes roots of traced sizes, directly and in a function of its file, and of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return unfollowable(self.scores(self.fc(x)) * self.scale) / math.sqrt(x.size(1))
+
+    def scores(self, q):
+        return scaled(q, q) + floor(q.size(0) / 2)
+
+
+def test_functions_of_math_and_wrapped_ones_are_steps():
+    model, x = Attending(), torch.randn(2, 3, 4)
+    assert torch.equal(run(model, x), model(x))
+    names = {getattr(n.target, "__name__", n.target) for n in trace(model).graph.nodes}
+    assert {"sqrt", "floor", "unfollowable", "fc", "scale"} <= names
+
+
+def test_hooks_and_another_forward_on_the_network_itself_are_refused():
+    hooked, patched = Masked(), Masked()
+    hooked.register_forward_hook(lambda module, args, out: 2 * out)
+    patched.forward = lambda x: x
+    for model in (hooked, patched):
+        with pytest.raises(TraceError, match="hooks or another forward"):
+            trace(model, torch.randn(5, 4))
+
+
+def test_other_threads_run_and_trace_while_a_network_is_traced():
+    begun, go_on = threading.Event(), threading.Event()
 
     class Slow(nn.Module):
         def forward(self, x):
-            inside.append(1)
-            most.append(len(inside))
-            threading.Event().wait(0.02)
-            inside.pop()
-            return x + 1
+            begun.set()
+            assert go_on.wait(20)
+            return x + math.sqrt(x.size(0))
 
-    failures = []
-
-    def work():
-        try:
-            trace(Slow())
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and most == [1, 1, 1, 1]
+    results = []
+    thread = threading.Thread(target=lambda: results.append(trace(Slow())))
+    thread.start()
+    assert begun.wait(20)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    same = run(model, x), model(x)
+    untouched = vars(nn.Module)["__call__"], vars(nn.Module)["__getattr__"], math.sqrt(4.0)
+    go_on.set()
+    thread.join()
+    assert torch.equal(*same) and len(results) == 1
+    assert untouched == (nn.Module.__call__, nn.Module.__getattr__, 2.0)
 
 
 def test_attributes_and_buffers_assigned_in_forward_are_restored():

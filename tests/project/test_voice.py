@@ -34,7 +34,7 @@ PRIVATE = {
     "missed": "residual",
     "outlook": "budget preview",
     "said": "logged",
-    "settled": "finished",
+    "identified": "finished",
     "tell": "broadcast",
     "told": "logged",
 }

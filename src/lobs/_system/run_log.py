@@ -16,13 +16,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from lobs.errors import FileError
+from lobs.errors import FileError, caution
 
 logger = logging.getLogger("lobs")
 logger.addHandler(logging.NullHandler())
@@ -55,8 +55,12 @@ class RunLog:
                 **fields,
                 "peak_bytes": peak_bytes(),
             }
-            self.log.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-            self.log.flush()
+            try:
+                self.log.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+                self.log.flush()
+            except OSError as error:  # a full disk must not end the run
+                self.log = None
+                caution(f"the log is no longer written: {error.strerror or error}.")
 
 
 _run_log: ContextVar[RunLog | None] = ContextVar("lobs_run_log", default=None)
@@ -68,15 +72,26 @@ def recorded_run(log: str | os.PathLike[str] | None = None) -> Iterator[RunLog]:
     """Time the phases in this block; with `log`, append a JSON line when one begins or ends."""
     try:
         stream: Any = nullcontext() if log is None else Path(log).open("a", encoding="utf-8")  # noqa: SIM115 - entered below
-    except OSError as error:
-        raise FileError(f"cannot write '{log}': {error.strerror}.") from error
-    with stream as file:
+    except (OSError, ValueError) as error:  # a name may hold null bytes
+        raise FileError(f"cannot write {str(log)!r}: {error}.") from error
+    with closing_quietly(stream) as file:
         run_log = RunLog(file)
         token = _run_log.set(run_log)
         try:
             yield run_log
         finally:
             _run_log.reset(token)
+
+
+@contextmanager
+def closing_quietly(stream: Any) -> Iterator[Any]:
+    """Enter a stream, and close it even where its last bytes find no room on the disk."""
+    file = stream.__enter__()
+    try:
+        yield file
+    finally:
+        with suppress(OSError):
+            stream.__exit__(None, None, None)
 
 
 @contextmanager

@@ -67,6 +67,7 @@ class Comparison:
     ) -> None:
         self.dense, self.pruned, self.pairs, self.expected = dense, pruned, layers, expected
         self.samples = 0
+        self.steady = True  # the batches were those of earlier passes
         self.output: float | None = None  # root mean square over the samples
         self.output_norm: float | None = None  # of the dense output, root mean square
         self.layers: dict[str, LayerDistance] = {}
@@ -81,19 +82,30 @@ class Comparison:
         second = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
         for name, left in self._outputs.items():
             self._sums[name][2] += math.inf if left else 0
+        self.add_outputs(first, second, batch_size(batch))
+
+    def add_outputs(self, first: Tensor | None, second: Tensor | None, count: int) -> None:
+        """Add the distance of two outputs.
+
+        Args:
+            first: the dense network's output on a batch; None where there is no tensor.
+            second: the pruned network's.
+            count: samples of the batch.
+        """
         if first is None or second is None:
             self._comparable = False
         else:
             difference = first.to(torch.float64) - second.to(torch.float64)
             self._total += float(difference.square().sum())
             self._energy += linalg.energy(first)
-        self.samples += batch_size(batch)
+        self.samples += count
 
     def over(self, batches: Iterable[Any]) -> Comparison:
         """Add all batches and compute the results."""
         with side_by_side(self.dense, self.pruned, batches) as passing:
             for batch in passing:
                 self.add(batch)
+        self.steady = getattr(batches, "steady", True)
         return self.join()
 
     def join(self) -> Comparison:

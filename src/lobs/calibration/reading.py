@@ -101,6 +101,11 @@ class _Fitting(Batches):
         for batch in self._inner:
             yield self._converted(batch)
 
+    @property
+    def steady(self) -> bool:
+        """See `Batches`."""
+        return self._inner.steady
+
     def _converted(self, batch: Any) -> Any:
         if self._whole is None:
             self._whole = self._read_whole(batch)

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from lobs.calibration.collect import Calibration, collect_moments
-from lobs.calibration.comparison import Comparison, compare
-from lobs.calibration.forward import fitted, length
+from lobs.calibration.comparison import Comparison, compare, side_by_side
+from lobs.calibration.forward import batch_size, call, fitted, length, main_output
 from lobs.calibration.learning import learn
 from lobs.certificate import bound, lipschitz
 from lobs.certificate.bound import Certificate
+from lobs.certificate.guarantee import Guarantee, Tally
 from lobs.errors import CalibrationError, UnsupportedLayerError, caution
 from lobs.layers import find_layers
 from lobs.layers.folding import folded
 from lobs.solvers.problem import Problem
+
+ROUNDING = 1e-6  # of float32 outputs, relative to their norm
 
 
 def certify(
@@ -66,25 +69,37 @@ def certify(
             )
     if held_out is not None:
         held_out = fitted(dense, held_out, again=False, name="held_out")
+    batches = fitted(dense, batches, again=False)
     calibration = collect_moments(dense, batches, list(before.values()))
-    largest = {}
+    largest, energies = {}, {}
     for name, layer in before.items():
         problem = Problem(
             layer.matrix(), calibration[name].moment.to(layer.weight.device), name=f"layer '{name}'"
         )
         largest[name] = problem.largest_error_of(after[name].matrix())
+        energies[name] = problem.energy
     comparison = compare(dense, pruned, batches, expected=calibration.samples)
-    errors = layer_errors(largest, calibration)
+    errors = layer_errors(largest, energies, calibration)
     return certificate(comparison, calibration, errors, held_out=held_out)
 
 
-def layer_errors(largest: Mapping[str, float], calibration: Calibration) -> dict[str, float]:
+def layer_errors(
+    largest: Mapping[str, float], energies: Mapping[str, float], calibration: Calibration
+) -> dict[str, float]:
     """Return √E by layer, root mean square over the network's samples.
 
-    E is a mean over a layer's input vectors. A convolution has many of them in each sample.
+    E is a mean over a layer's input vectors. A convolution has many of them in each sample. The
+    rounding of float32 outputs is added.
+
+    Args:
+        largest: the largest possible E of each layer.
+        energies: mean squared norm of each layer's dense outputs.
+        calibration: what reached the layers.
     """
+    scale = {name: calibration.count(name) / calibration.samples for name in largest}
     return {
-        name: math.sqrt(e * calibration.count(name) / calibration.samples)
+        name: math.sqrt(e * scale[name])
+        + (ROUNDING * math.sqrt(energies[name] * scale[name]) if e > 0 else 0.0)
         for name, e in largest.items()
     }
 
@@ -112,14 +127,18 @@ def certificate(
     """
     dense, pruned = comparison.dense, comparison.pruned
     try:
+        if comparison.output is None or not comparison.steady:
+            raise lipschitz.NotAChainError("the batches were others when they were read again")
         found = _bound(dense, pruned, calibration, errors, dense_gains, absorbed)
     except lipschitz.NotAChainError as error:
         found = bound.refuse(str(error))
+    moved, guarantee = (None, None) if held_out is None else _held_out(dense, pruned, held_out)
     return replace(
         found,
         measured=comparison.output,
         output_norm=comparison.output_norm,
-        held_out=None if held_out is None else _held_out(dense, pruned, held_out),
+        held_out=moved,
+        guarantee=guarantee,
     )
 
 
@@ -132,6 +151,8 @@ def _bound(
     absorbed: bool,
 ) -> Certificate:
     """Compose the bound along the chain of layers; refuse where the theorem does not apply."""
+    if reason := uncovered(dense, pruned):
+        raise lipschitz.NotAChainError(reason)
     if len(calibration.shapes) > 1:
         raise lipschitz.NotAChainError(f"inputs came in {len(calibration.shapes)} different shapes")
     other = _other_difference(dense, pruned, calibration)
@@ -149,18 +170,49 @@ def _bound(
     return bound.compose(links)
 
 
-def _held_out(dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]) -> float | None:
-    """Return the distance on held-out inputs; unusable inputs give a warning and None."""
+def uncovered(dense: nn.Module, pruned: nn.Module) -> str:
+    """Return why the theorem says nothing about what these networks compute; empty where it does.
+
+    It is about the forward passes that their classes define, in at least single precision.
+    """
+    for network in (dense, pruned):
+        for name, module in network.named_modules():
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"'{name}' has a forward hook, which may change what it computes"
+            if "forward" in vars(module):
+                return f"the forward pass of '{name}' was replaced on the instance"
+        for name, value in network.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.itemsize < 4:
+                return f"'{name}' is {value.dtype}, whose rounding the theorem does not count"
+    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+        return "autocast rounds to half precision, which the theorem does not count"
+    return ""
+
+
+def _held_out(
+    dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]
+) -> tuple[float | None, Guarantee | None]:
+    """Return the distance on held-out inputs and the guarantee that they give.
+
+    Unusable inputs give a warning.
+    """
+    found, tally = Comparison(dense, pruned), Tally()
     try:
-        found = compare(dense, pruned, batches)
+        with side_by_side(dense, pruned, batches) as passing:
+            for batch in passing:
+                before, after = call(dense, batch), call(pruned, batch)
+                found.add_outputs(main_output(before), main_output(after), batch_size(batch))
+                tally.add(batch, before, after)
     except CalibrationError as error:
         caution(f"held_out could not be measured: {error}")
-        return None
+        return None, None
+    found.join()
+    tally.join()
     if not found.samples:
         caution("held_out has no samples: nothing was measured on it.")
     elif found.output is not None and not math.isfinite(found.output):
         caution("held_out: the networks' outputs there are not finite; are its inputs?")
-    return found.output
+    return found.output, tally.guarantee() if tally.finite and tally.samples else None
 
 
 def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]) -> str | None:

@@ -1,8 +1,7 @@
 """Decide whether the error theorem covers a network, and compute the gain of every step.
 
-The network must be a chain: each traced step takes exactly the output of the step before it. Any
-other network is refused with the name of the step: a residual sum, a branch, or an operation whose
-Lipschitz constant is not known.
+Deviations follow the traced steps, through branches, sums and concatenations. A network is refused
+with the name of the step whose Lipschitz constant is not known, such as attention or a layer norm.
 
 A convolution or a pooling first selects patches, then maps each patch. The selection stretches the
 Euclidean norm by exactly √m, where m is the largest number of patches that hold one input element.
@@ -13,14 +12,17 @@ the norm, so the same m holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lobs.calibration.forward import evaluating
+from lobs.calibration.forward import call, evaluating, main_output
 from lobs.certificate.bound import Link
 from lobs.layers import (
     Conv1dLayer,
@@ -75,10 +77,7 @@ def links(
     try:
         # Errors were measured in eval mode, and a trace is valid for one mode only.
         with evaluating(model):
-            found = [
-                _link(model, node, shape, layers, errors, dense or {})
-                for node, shape in _steps(model, example)
-            ]
+            found = list(_walk(model, example, layers, errors, dense or {}))
     except NotAChainError:
         raise
     except TraceError as error:
@@ -102,50 +101,108 @@ def _check_once(found: list[Link], errors: Mapping[str, float]) -> None:
         raise NotAChainError(f"pruned layer '{missing[0]}' is not a step of the chain")
 
 
-def _steps(model: nn.Module, example: Tensor) -> Iterator[tuple[fx.Node, torch.Size]]:
-    """Yield the steps of a chain, each with the shape of its input."""
+def _walk(
+    model: nn.Module,
+    example: Tensor,
+    layers: Mapping[str, Layer],
+    errors: Mapping[str, float],
+    dense: Mapping[str, Tensor],
+) -> Iterator[Link]:
+    """Yield a link for every step whose output may differ between the two networks."""
     traced = trace(model, example)
-    nodes, shapes = list(traced.graph.nodes), traced.shapes
-    inputs = [n for n in nodes if n.op == "placeholder" and n.users]
-    if len(inputs) != 1:
-        raise NotAChainError(f"the network takes {len(inputs)} inputs")
-    before = inputs[0]
-    for node in nodes:
-        if node.op in ("placeholder", "output"):
+    if traced.assigns_state:
+        raise NotAChainError("the forward pass assigns attributes or buffers")
+    true = main_output(call(model, example))
+    if not (isinstance(true, Tensor) and isinstance(traced.output, Tensor)) or not torch.allclose(
+        true, traced.output, rtol=1e-5, atol=1e-6 * float(true.abs().max()), equal_nan=True
+    ):
+        raise NotAChainError("its steps, run one by one, give another output")
+    weights = _weights_of_pruned(model, layers, errors)
+    moved: dict[fx.Node, tuple[str, ...]] = {}  # each with the steps whose memory it may share
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and id(_attribute(model, str(node.target))) in weights:
+            raise NotAChainError(f"the weight '{node.target}' is also used outside its layer")
+        sources = [n for n in node.all_input_nodes if n in moved]
+        if node.op == "output":
+            if len(sources) != 1 or node.args[0] is not sources[0]:
+                raise NotAChainError("the network returns something other than its last step")
+            break
+        layer = layers.get(str(node.target)) if node.op == "call_module" else None
+        if node.op == "placeholder" or _asks_size(node) or not (sources or layer is not None):
             continue
-        sources = [n for n in node.all_input_nodes if n in shapes]
-        if not sources:  # sizes and constants
-            continue
-        if sources != [before]:
-            raise NotAChainError(
-                f"step '{node.name}' does not take just the step before it (a branch or residual "
-                "sum)"
-            )
-        if node not in shapes:  # x.size(0) and the like
-            continue
-        yield node, shapes[before]
-        before = node
-    if nodes[-1].args[0] is not before:
-        raise NotAChainError("the network returns something other than its last step")
+        shapes = [traced.shapes[n] for n in node.all_input_nodes if n in traced.shapes]
+        link = _link(model, node, shapes, layers, errors, dense)
+        aliases = [key for n in sources for key in (n.name, *moved[n])]
+        step = step_of(node, _module(model, node))
+        written = node.args[0] if node.args else None
+        if step is not None and step.in_place and written not in moved:
+            raise NotAChainError(f"step '{node.name}' writes into one of its inputs")
+        overwrites = tuple(dict.fromkeys(aliases)) if step is not None and step.in_place else ()
+        shares = node.target in (*_VIEWS, *_PARTS) or (step is not None and step.shares_memory)
+        moved[node] = tuple(aliases) if shares else ()
+        takes = tuple(n.name for n in _tensors_in(node) if n in moved)
+        yield replace(link, key=node.name, takes=takes, overwrites=overwrites)
+
+
+def _tensors_in(node: fx.Node) -> list[fx.Node]:
+    """Return the steps that a step takes, as often as it takes them: x + x moves twice as far."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _weights_of_pruned(
+    model: nn.Module, layers: Mapping[str, Layer], errors: Mapping[str, float]
+) -> set[int]:
+    """Return the tensors of pruned layers, which no other step may read."""
+    return {id(t) for name, layer in layers.items() if errors.get(name) for t in layer.tensors()}
+
+
+def _attribute(model: nn.Module, path: str) -> Any:
+    try:
+        return attrgetter(path)(model)
+    except AttributeError:
+        return None
+
+
+def _asks_size(node: fx.Node) -> bool:
+    """Return whether a step asks for a shape or a type, which are the same in both networks."""
+    named = node.op == "call_method" and node.target in ("size", "dim", "numel")
+    return named or (
+        node.target is getattr and node.args[1] in ("shape", "dtype", "device", "ndim")
+    )
+
+
+def _module(model: nn.Module, node: fx.Node) -> nn.Module | None:
+    return model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _link(
     model: nn.Module,
     node: fx.Node,
-    shape: torch.Size,
+    shapes: Sequence[torch.Size],
     layers: Mapping[str, Layer],
     errors: Mapping[str, float],
     dense: Mapping[str, Tensor],
 ) -> Link:
     name = str(node.target) if node.op == "call_module" else node.name
-    module = model.get_submodule(name) if node.op == "call_module" else None
+    module = _module(model, node)
     layer = layers.get(name) if module is not None else None
     if layer is not None and module is not None:
         _check_plain(layer, module)
-        gains = _layer_gains(layer, shape, dense.get(layer.name))
+        gains = _layer_gains(layer, shapes[0], dense.get(layer.name))
         return Link(layer.name, *gains, errors.get(layer.name, 0.0))
     step = step_of(node, module)
-    constant = None if step is None else _gain(step, shape)
+    if step is not None and step.kind is Kind.SUM and _weight_of_second(step) == 1:
+        return Link(name, 1.0, 1.0)
+    if node.target in _SUMS and "alpha" not in node.kwargs:
+        return Link(name, 1.0, 1.0)
+    if node.target in _STACKS:
+        return Link(name, 1.0, 1.0, joined="stack")
+    if node.target in _VIEWS or (node.target in _PARTS and _takes_each_once(node)):
+        return Link(name, 1.0, 1.0)
+    alone = len(shapes) == 1 or (step is not None and len(_tensors_in(node)) == 1)
+    constant = _gain(step, shapes[0]) if step is not None and alone else None
     if constant is not None:
         return Link(name, constant, constant)
     if module is not None:
@@ -154,6 +211,26 @@ def _link(
         target: Any = node.target
         what = f"'{target if isinstance(target, str) else getattr(target, '__name__', node.op)}'"
     raise NotAChainError(f"no Lipschitz constant is known for {what}")
+
+
+# Sums and differences; the same numbers in another order or shape; all of them, or parts of them.
+_SUMS = (operator.sub, torch.sub, "sub")
+_STACKS = (torch.cat, torch.concat, torch.stack)
+_VIEWS = (
+    "permute", "transpose", "unsqueeze", "squeeze", "chunk", "split",
+    torch.permute, torch.transpose, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split,
+)  # fmt: skip
+_PARTS = (operator.getitem,)
+
+
+def _takes_each_once(node: fx.Node) -> bool:
+    """Return whether an index takes no number twice: it holds whole numbers and slices only."""
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(isinstance(part, int | slice | type(...) | None) for part in index)
+
+
+def _weight_of_second(step: Step) -> Any:
+    return step.settings.get("alpha", 1)
 
 
 def _check_plain(layer: Layer, module: nn.Module) -> None:
@@ -195,6 +272,8 @@ def _gain(step: Step, shape: torch.Size) -> float | None:
             return _max_pool(step, shape)
         case Kind.AVERAGE_POOL:
             return _averaging(step.apply, shape) if step.fixed else None
+        case Kind.MEAN:
+            return 1.0 if step.fixed else None  # no mean is longer than what it is taken of
         case Kind.BATCH_NORM:
             assert isinstance(step.module, _BatchNorm)
             return _batch_norm(step.module)

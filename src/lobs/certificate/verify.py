@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,12 @@ from lobs.calibration.forward import fitted
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.learning import learn
 from lobs.calibration.moments import Moments
+from lobs.certificate.guarantee import (
+    Guarantee,
+    chernoff_hoeffding,
+    clopper_pearson,
+    measured,
+)
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
 from lobs.layers.folding import folded
@@ -178,10 +184,10 @@ def verify_errors(
     after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     if inputs == "asymmetric":
         pairs = [(before[name], after[name]) for name in recorded]
-        measured = compare(dense, pruned, batches, pairs).layers
+        distances = compare(dense, pruned, batches, pairs).layers
         return [
             _compare(name, recorded[name], distance.mean_error, distance.mean_energy)
-            for name, distance in measured.items()
+            for name, distance in distances.items()
         ]
     on_pruned = inputs == "pruned"
     watched = dense
@@ -202,6 +208,44 @@ def verify_errors(
             _compare(name, promised, problem.own_error_of(weight), problem.energy, hidden)
         )
     return findings
+
+
+def verify_guarantee(
+    saved: Checkpoint, dense: nn.Module, pruned: nn.Module, kept_back: Iterable[Any] | None
+) -> list[Finding]:
+    """Recompute the recorded guarantee from the inputs that were kept back for it.
+
+    Args:
+        saved: the checkpoint.
+        dense: the dense network.
+        pruned: the pruned network.
+        kept_back: the inputs; None where they are not known. Then only its limit is recomputed.
+    """
+    raw = saved.record.get("certificate")
+    raw = raw.get("guarantee") if isinstance(raw, dict) else None
+    if raw is None:
+        return []
+    try:
+        stated = Guarantee(**raw)
+        limit, n = stated.at_most, stated.samples
+        if kept_back is not None:
+            found = measured(dense, pruned, kept_back).guarantee(stated.confidence)
+        elif stated.answers and stated.whole:
+            again = clopper_pearson(round(stated.changed * n), n, stated.confidence)
+            found = replace(stated, changes_at_most=again)
+        else:
+            again = chernoff_hoeffding(stated.measured, n, stated.confidence)
+            found = (
+                replace(stated, changes_at_most=again)
+                if stated.answers
+                else replace(stated, error_at_most=again)
+            )
+        # Answers that are nearly a tie may differ on another machine.
+        near = abs(found.at_most - limit) <= 2 / max(1, n) + _TOLERANCE * limit
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FileError("the file's record of its guarantee is damaged.") from error
+    detail = f"recomputed at most {found.at_most:.6g}, recorded {limit:.6g}, on {n:,} inputs"
+    return [Finding("guarantee", near and found.samples == n, detail)]
 
 
 def _compare(

@@ -28,7 +28,7 @@ from lobs.cli import (
     verify,
 )
 from lobs.cli.help_page import HelpfulCommand, HelpfulGroup
-from lobs.errors import LobsError
+from lobs.errors import LobsError, printable
 
 _EPILOG = """
 Start with lobs demo. Every command has --help with an example, and --json for programs. Tab
@@ -132,6 +132,6 @@ def _usage(error: Any) -> str:
 
 
 def _fail(text: str) -> None:
-    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.write(f"error: {printable(text)}\n")
     if output.output is not None:
         output.print_json({"error": text})

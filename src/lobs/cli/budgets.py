@@ -226,7 +226,8 @@ def scored(target: Target, subject: Subject) -> Target:
 
     if not isinstance(target, Budget) or target.drop is None:
         return target
-    subject.require_metric("--drop")
+    if subject.evaluate is None:
+        return replace(target, evaluate=None)
     if subject.in_zoo and target.drop > 1:
         raise TargetError(
             f"--drop {target.drop:g} is {target.drop:.0%} of accuracy; did you mean "

@@ -61,6 +61,15 @@ def distinct(path: Path | None, option: str, *others: Path | None) -> None:
         )
 
 
+def outside(path: Path | None, option: str, folder: Path | None) -> None:
+    """Refuse to write into the folder of a run store, whose files belong to the run."""
+    if path is not None and folder is not None and folder.resolve() in path.resolve().parents:
+        raise FileError(
+            f"{option} '{path}' lies in the folder of --resume '{folder}', which belongs to the "
+            "run: write it elsewhere."
+        )
+
+
 def file_of(network: str) -> Path | None:
     """Return the file that a network is read from, if it is one."""
     return Path(network) if Path(network).is_file() else None

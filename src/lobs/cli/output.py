@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any, TextIO
 
 from lobs._system.progress import shown
-from lobs.errors import NumericalWarning, warning_once
+from lobs.errors import NumericalWarning, printable, warning_once
 
 output: TextIO | None = None  # where JSON goes when standard output is kept for it
 
@@ -48,6 +48,7 @@ def print_table(
         note: a line below it.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -64,7 +65,7 @@ def print_table(
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(row[index] for index in chosen))
+        table.add_row(*(escape(printable(row[index])) for index in chosen))
     console.width = room
     if title:
         console.print(title, style="bold", markup=False)
@@ -94,7 +95,7 @@ def fitting(columns: Sequence[Column], rows: Sequence[Sequence[str]], room: int)
 
 def say(text: str) -> None:
     """Write a line for people to standard output."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write("\n".join(map(printable, text.split("\n"))) + "\n")
     sys.stdout.flush()
 
 
@@ -129,7 +130,7 @@ def notes() -> Iterator[None]:
         kind = re.sub(r"= \d[\d.e+-]*", "=", text)  # a later round has another damping
         if kind not in seen:
             label = "note" if issubclass(category, NumericalWarning) else "warning"
-            seen[kind] = f"{label}: {text}\n"
+            seen[kind] = f"{label}: {printable(text)}\n"
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", NumericalWarning)

@@ -24,7 +24,7 @@ from lobs.cli.budgets import (
     SparsityOption,
     scored,
 )
-from lobs.cli.files import default_name, distinct, file_of, output_file
+from lobs.cli.files import default_name, distinct, file_of, output_file, outside
 from lobs.cli.options import (
     EXPERT,
     MACHINE,
@@ -206,7 +206,7 @@ def prune(
     shape = PatternChoice(pattern, along, block, structured)
     amount.check(pattern)
     target = shape.target(amount) or amount.target()
-    places = _places(network, shape.words(amount), out, report, log, force)
+    places = _places(network, shape.words(amount), out, report, log, resume, force)
     announce(places.out, json or dry_run)
     numbers = {"damping": damping, "batch_norm": batch_norm, "prune_bias": prune_bias}
     machine = {"resume": resume, "memory": memory, "log": log}
@@ -251,6 +251,7 @@ def _places(
     out: Path | None,
     report: Path | None,
     log: Path | None,
+    resume: Path | None,
     force: bool,
 ) -> _Places:
     """Check every file that is to be written, before any work."""
@@ -263,6 +264,8 @@ def _places(
     distinct(target, "--out", source)
     distinct(report, "--report", target, source)
     distinct(log, "--log", target, report, source)
+    for option, path in (("--out", target), ("--report", report), ("--log", log)):
+        outside(path, option, resume)
     return _Places(target, report, log)
 
 
@@ -289,7 +292,8 @@ def _pruned(
         held_out = None if held_out is None else shard(held_out, group)
         options = {**options, "execution": replace(options["execution"], distributed=True)}
     checked(subject.model, target, options)  # type: ignore[arg-type]  # refused before any work
-    before = _measured(subject, subject.model) if group.leads else None
+    with group.raise_together():  # what evaluate raises reaches the other processes too
+        before = _measured(subject, subject.model) if group.leads else None
     more = {**options, "held_out": held_out, "progress": progress}
     return before, run(subject.model, batches, target, **more)
 

@@ -142,6 +142,5 @@ def _origin(path: Path, trust: bool) -> str:
     origin = load(path).record.get("origin")
     if not isinstance(origin, str):
         raise FileError(f"'{path}' does not say where its dense network comes from.")
-    if ":" in origin:
-        require_trust(path, origin, trust)
+    require_trust(path, origin, trust)
     return origin

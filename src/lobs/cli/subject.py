@@ -14,7 +14,7 @@ from torch import nn
 from lobs import zoo
 from lobs.calibration.forward import batch_size
 from lobs.deploy.shrink import fit_to
-from lobs.errors import FileError, LobsError
+from lobs.errors import FileError, LobsError, clipped
 from lobs.storage import checkpoint
 from lobs.storage.run_store import weights_hash
 from lobs.zoo.training import error_rate
@@ -54,9 +54,9 @@ class Subject:
         value = self.evaluate(model)
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise LobsError(
-                f"{self.title}: evaluate returned {value!r}; it must return a number."
+                f"{self.title}: evaluate returned {clipped(value)}; it must return a number."
             ) from None
 
     def score(self, model: nn.Module) -> float:
@@ -156,10 +156,11 @@ def require_file(path: Path) -> None:
 
 
 def require_trust(path: str | Path, network: str, trust: bool, otherwise: str = "") -> None:
-    """Refuse to run code that a file names and the user did not; `otherwise` is another way out."""
+    """Refuse to run or open what only a file names; `otherwise` is another way out."""
+    what = "run that code" if ":" in network else "open that file"
     if network not in zoo.ZOO and not trust:
         raise FileError(
-            f"'{path}' names '{network}' as its network. Add --trust to run that code{otherwise}."
+            f"'{path}' names '{network}' as its network. Add --trust to {what}{otherwise}."
         )
 
 

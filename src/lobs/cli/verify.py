@@ -10,6 +10,7 @@ import typer
 
 from lobs.cli.options import DATA, CodeOption, JsonOption, TrustOption, complete_file
 from lobs.cli.output import print_json, say, working
+from lobs.errors import printable
 
 if TYPE_CHECKING:
     from lobs.certificate.verify import Finding
@@ -74,7 +75,8 @@ def verify(
         print_json({"file": str(file), "holds": good, "findings": rows, "skipped": skipped})
     else:
         for finding in findings:
-            say(f"{'ok  ' if finding.holds else 'FAIL'}  {finding.check}: {finding.detail}")
+            line = printable(f"{finding.check}: {finding.detail}")
+            say(f"{'ok  ' if finding.holds else 'FAIL'}  {line}")
         verdict = "everything holds" if good else "something does not hold"
         say(skipped if skipped and good else verdict)
     if not good:
@@ -110,12 +112,14 @@ def _why_skipped(saved: Checkpoint) -> str:
 
 
 def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> list[Finding]:
-    from lobs.certificate.verify import Finding, verify_errors
+    from lobs.calibration.forward import fitted
+    from lobs.calibration.kept_back import BOTH, KEPT_BACK, divided
+    from lobs.certificate.verify import Finding, verify_errors, verify_guarantee
     from lobs.cli.subject import open_subject, require_trust
     from lobs.storage.run_store import weights_hash
 
     origin = saved.record["origin"]
-    if ":" in origin and code != origin:  # a checkpoint's path is asked when it is opened
+    if code != origin:
         require_trust(file, origin, trust, otherwise=", or --no-recompute")
     dense = open_subject(origin, saved.record.get("calibration_limit"), trust=trust)
     pruned = open_subject(str(file), trust=trust, network=code)
@@ -126,4 +130,14 @@ def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> 
         same,
         f"{saved.record['origin']} {'is' if same else 'is not'} the one that was pruned",
     )
-    return [source, *verify_errors(saved, dense.model, pruned.model, dense.batches)]
+    batches, kept_back = dense.batches, dense.held_out
+    settings = saved.record.get("settings")
+    parts = settings.get(KEPT_BACK) if isinstance(settings, dict) else None
+    if parts is not None:
+        batches, _, certifying = divided(fitted(dense.model, batches), certify=parts == BOTH)
+        kept_back = certifying or kept_back
+    return [
+        source,
+        *verify_errors(saved, dense.model, pruned.model, batches),
+        *verify_guarantee(saved, dense.model, pruned.model, kept_back),
+    ]

@@ -1,21 +1,24 @@
 """Trace a network with `torch.fx`: the steps of its forward pass and the shapes between them.
 
-This is the only place that traces. Tracing has three side effects, and each is undone here:
+This is the only place that traces. `torch.fx` by itself patches `nn.Module.__call__` and functions
+of `math` for the whole process, which breaks networks that run in other threads. Here a copy of the
+network is traced instead, and only the copy is changed:
 
-- `torch.fx` patches `nn.Module.__call__` and functions of `math` for the whole process. One lock
-  admits one trace at a time. All patches are removed after any exception, Ctrl-C included.
-- `forward` runs on proxies. Attributes and buffers that it assigns are restored.
-- `forward` takes one branch for good. Arguments that the caller does not give are therefore fixed
-  at their defaults. `if mask is not None` then takes the branch of a real call.
+- Its modules record their calls, and its parameters are recorded when they are read.
+- Its code runs in copies of its namespaces, where functions of `math` accept traced values.
+- What `forward` assigns to attributes and buffers goes with the copy. Parameters are shared.
+
+`forward` takes one branch for good. Arguments that the caller does not give are therefore fixed at
+their defaults. `if mask is not None` then takes the branch of a real call.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from threading import RLock
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +26,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 
 from lobs.layers.discovery import is_plain_layer
-from lobs.layers.untouched import untouched
-
-_PATCHED_BY_FX = ("__call__", "__getattr__")
-_tracing = RLock()
+from lobs.layers.untouched import copied
 
 
 class TraceError(Exception):
@@ -40,6 +40,7 @@ class Trace:
     Attributes:
         graph: the steps of the forward pass.
         shapes: the shape of every step's output that is a tensor; empty without an example.
+        output: what the steps give for the example; None without one.
         assigns_state: whether `forward` assigned attributes or buffers. The graph may then refer
             to attributes that the network itself does not have.
     """
@@ -47,6 +48,7 @@ class Trace:
     graph: fx.Graph
     shapes: Mapping[fx.Node, torch.Size] = field(default_factory=dict)
     assigns_state: bool = False
+    output: Any = None
 
 
 def trace(
@@ -69,17 +71,21 @@ def trace(
     """
     if example is not None:
         names = argument_names(example)
+    if model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model):
+        raise TraceError("hooks or another forward were placed on the network itself")
     shapes: dict[fx.Node, torch.Size] = {}
+    output = None
     try:
-        with untouched(model) as changed:
-            with _patches_removed(model):
-                graph = _Tracer(names, leaves).trace(model)
-            if example is not None:
-                shapes = _shapes(model, graph, arguments(graph, example, device_of(model)))
+        twin = copied(model, share=model.parameters())
+        steps = {name for name, module in model.named_modules() if id(module) in leaves}
+        tracer = _Tracer(names, steps)
+        graph = tracer.trace(twin)
+        if example is not None:
+            shapes, output = _shapes(twin, graph, arguments(graph, example, device_of(model)))
     except Exception as error:  # tracing runs the user's code, which may raise anything
         text = str(error).strip() or type(error).__name__
         raise TraceError(text.splitlines()[0]) from error
-    return Trace(graph, shapes, bool(changed))
+    return Trace(graph, shapes, tracer.assigns_state, output)
 
 
 def argument_names(batch: Any) -> frozenset[str] | None:
@@ -106,16 +112,70 @@ def arguments(graph: fx.Graph, batch: Any, device: torch.device) -> dict[fx.Node
 class _Tracer(fx.Tracer):
     """Trace with every layer that `lobs` knows as one step, and absent arguments as constants."""
 
-    def __init__(self, names: frozenset[str] | None, leaves: frozenset[int]) -> None:
+    def __init__(self, names: frozenset[str] | None, steps: set[str]) -> None:
         super().__init__()
-        self.names, self.leaves = names, leaves
+        self.names, self.steps = names, steps
+        self.assigns_state = False
+        self.parameter_steps: dict[str, fx.Proxy] = {}
+        self.leaves: set[nn.Module] = set()
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a network that may be changed, without patching anything else."""
+        self.root, self.root_module_name = root, root._get_name()
+        self.submodule_paths = {module: name for name, module in root.named_modules()}
+        self.graph = fx.Graph(tracer_cls=type(self))
+        self.tensor_attrs = {
+            value: f"{name}.{key}" if name else key
+            for module, name in self.submodule_paths.items()
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor | torch.ScriptObject)
+        }
+        names = self.submodule_paths.items()
+        self.leaves = {m for m, n in names if m is not root and self._is_one_step(m, n)}
+        namespaces = _Namespaces()
+        before = [(m, self._prepare(m, namespaces)) for m in self.submodule_paths]
+        snapshot = [(m, dict(vars(m)), dict(m._buffers)) for m in self.submodule_paths]
+        function = namespaces.function(type(root).forward)
+        function, args = self.create_args_for_root(function, True, concrete_args)
+        self.create_node("output", "output", (self.create_arg(function(*args)),), {})
+        self.assigns_state = not all(
+            _same_items(vars(m), own) and _same_items(m._buffers, buffers)
+            for m, own, buffers in snapshot
+        )
+        for module, undo in before:
+            undo(vars(module))
+        return self.graph
+
+    def _prepare(
+        self, module: nn.Module, namespaces: _Namespaces
+    ) -> Callable[[dict[str, Any]], None]:
+        """Make a module record its calls and its parameters; return the function that undoes it."""
+        own = vars(module)
+        parameters = own["_parameters"]
+        added: dict[str, Any] = {"_compiled_call_impl": partial(self._called, module)}
+        if module not in self.leaves:
+            methods = namespaces.methods(type(module))
+            added |= {n: MethodType(f, module) for n, f in methods.items() if n not in own}
+        before = {name: own[name] for name in added if name in own}
+        own.update(added)
+        own["_parameters"] = _Recording(parameters, self)
+
+        def undo(now: dict[str, Any]) -> None:
+            for name in added:
+                now.pop(name, None)
+            now.update(before, _parameters=parameters)
+
+        return undo
+
+    def _called(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.call_module(module, module._call_impl, args, kwargs)
+
+    def _is_one_step(self, module: nn.Module, name: str) -> bool:
+        known = is_plain_layer(module) or name in self.steps
+        return known or super().is_leaf_module(module, name)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (
-            is_plain_layer(m)
-            or id(m) in self.leaves
-            or super().is_leaf_module(m, module_qualified_name)
-        )
+        return m in self.leaves
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -130,6 +190,81 @@ class _Tracer(fx.Tracer):
             id(p): _default(p.node) for p, t in zip(proxies, targets, strict=True) if t not in names
         }
         return function, [fixed.get(id(a), a) for a in args]
+
+
+class _Recording(dict[str, Any]):
+    """A module's parameters, each of which becomes a step of the graph when it is read."""
+
+    def __init__(self, parameters: Mapping[str, Any], tracer: _Tracer) -> None:
+        super().__init__(parameters)
+        self.tracer = tracer
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tracer.getattr(name, super().__getitem__(name), self.tracer.parameter_steps)
+
+
+class _Namespaces:
+    """Copies of the namespaces of a network's code, in which wrapped functions become steps.
+
+    Wrapped are the functions of `math` and those that were registered with `torch.fx.wrap`.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, dict[str, Any]] = {}
+        self._wrapped: dict[int, Any] = {
+            id(f): _symbolic_trace._create_wrapped_func(f)
+            for name, f in vars(math).items()
+            if callable(f) and not name.startswith("_")
+        }
+        wrapped = {n: self._wrapped.get(id(f), f) for n, f in vars(math).items()}
+        self._wrapped[id(math)] = SimpleNamespace(**wrapped)
+        self._registered = set(_symbolic_trace._wrapped_fns_to_patch)
+
+    def methods(self, kind: type) -> dict[str, FunctionType]:
+        """Return the methods of a module class and its bases up to `nn.Module`."""
+        found: dict[str, FunctionType] = {}
+        for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
+            own = vars(base).items()
+            found |= {n: f for n, f in own if isinstance(f, FunctionType) and n[:2] != "__"}
+        return {name: self.function(method) for name, method in found.items()}
+
+    def function(self, original: Any) -> Any:
+        """Return a function that runs in the copy of its namespace."""
+        if not isinstance(original, FunctionType) or _is_library(original.__globals__):
+            return original
+        made = FunctionType(
+            original.__code__,
+            self._copy(original.__globals__),
+            original.__name__,
+            original.__defaults__,
+            original.__closure__,
+        )
+        made.__kwdefaults__ = original.__kwdefaults__
+        made.__dict__.update(original.__dict__)
+        return made
+
+    def _copy(self, namespace: dict[str, Any]) -> dict[str, Any]:
+        found = self._copies.get(id(namespace))
+        if found is None:
+            found = self._copies[id(namespace)] = dict(namespace)  # before it is needed below
+            package = _package(namespace)
+            for name, value in namespace.items():
+                if (id(namespace), name) in self._registered:
+                    found[name] = _symbolic_trace._create_wrapped_func(value)
+                elif id(value) in self._wrapped:
+                    found[name] = self._wrapped[id(value)]
+                elif isinstance(value, FunctionType) and _package(value.__globals__) == package:
+                    found[name] = self.function(value)
+        return found
+
+
+def _package(namespace: Mapping[str, Any]) -> str:
+    return str(namespace.get("__name__")).partition(".")[0]
+
+
+def _is_library(namespace: Mapping[str, Any]) -> bool:
+    """Return whether code needs no copy of its namespace: torch's own is traced as it is."""
+    return _package(namespace) == "torch"
 
 
 def _default(placeholder: fx.Node) -> Any:
@@ -157,11 +292,11 @@ class _ShapeRecorder(fx.Interpreter):
 
 def _shapes(
     model: nn.Module, graph: fx.Graph, values: dict[fx.Node, Any]
-) -> dict[fx.Node, torch.Size]:
+) -> tuple[dict[fx.Node, torch.Size], Any]:
     recorder = _ShapeRecorder(fx.GraphModule(model, graph))
     given = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-    recorder.run(initial_env=values, enable_io_processing=False)
-    return given | recorder.shapes
+    output = recorder.run(initial_env=values, enable_io_processing=False)
+    return given | recorder.shapes, output
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -169,32 +304,5 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
-@contextmanager
-def _patches_removed(model: nn.Module) -> Iterator[None]:
-    """Admit one trace at a time, and remove all patches of `torch.fx` afterwards.
-
-    `torch.fx` removes them too, unless Ctrl-C arrives while it does so.
-    """
-    with _tracing:
-        methods = {name: nn.Module.__dict__[name] for name in _PATCHED_BY_FX}
-        functions = [(n, {k: f for k, f in n.items() if callable(f)}) for n in _namespaces(model)]
-        patcher = getattr(_symbolic_trace, "CURRENT_PATCHER", None)
-        try:
-            yield
-        finally:
-            for name, method in methods.items():
-                if nn.Module.__dict__[name] is not method:
-                    setattr(nn.Module, name, method)
-            for namespace, own in functions:
-                for name, function in own.items():
-                    if getattr(namespace.get(name), "__wrapped__", None) is function:
-                        namespace[name] = function
-            if hasattr(_symbolic_trace, "CURRENT_PATCHER"):
-                _symbolic_trace.CURRENT_PATCHER = patcher
-
-
-def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the namespaces in which `torch.fx` wraps the functions of `math`."""
-    found = [vars(math)]
-    found += [getattr(module.forward, "__globals__", {}) for module in model.modules()]
-    return iter({id(namespace): namespace for namespace in found}.values())
+def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[key] is value for key, value in b.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any, Protocol
 
@@ -91,27 +92,57 @@ class Handle:
 
 
 _lock = Lock()
-_watchers = 0
+_watching: set[object] = set()  # tokens: an interrupted observation cannot miscount
 _was_enabled = True
 
 
 def _leave_fast_path() -> Undo:
     """Switch torch's fused transformer kernels off while a layer is observed: they skip modules."""
-    global _watchers, _was_enabled  # noqa: PLW0603 - torch's own switch is global too
+    global _was_enabled  # noqa: PLW0603 - torch's own switch is global too
+    token = object()
     with _lock:
-        if _watchers == 0:
+        if not _watching:
             _was_enabled = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-        _watchers += 1
-    return _return_to_fast_path
+        _watching.add(token)
+    return partial(_return_to_fast_path, token)
 
 
-def _return_to_fast_path() -> None:
-    global _watchers  # noqa: PLW0603
+def _return_to_fast_path(token: object) -> None:
     with _lock:
-        _watchers -= 1
-        if _watchers == 0:
+        _watching.discard(token)
+        if not _watching:
             torch.backends.mha.set_fastpath_enabled(_was_enabled)
+
+
+@contextmanager
+def nothing_left(model: nn.Module) -> Iterator[None]:
+    """If this block fails, restore the hooks, modes and attributes of all modules.
+
+    Everything is undone where it is done. But Ctrl-C may arrive between a step and its undo.
+    """
+    before = [(m, dict(vars(m)), _hooks(m)) for m in model.modules()]
+    watching = set(_watching)
+    try:
+        yield
+    except BaseException:
+        for module, own, hooks in before:
+            for placed, known in zip(_hook_tables(module), hooks, strict=True):
+                for key in [key for key in placed if key not in known]:
+                    del placed[key]
+            vars(module).clear()
+            vars(module).update(own)
+        for token in _watching - watching:
+            _return_to_fast_path(token)
+        raise
+
+
+def _hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    return [dict(table) for table in _hook_tables(module)]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -88,13 +88,16 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(values)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy, also of a network that holds tensors with a history."""
-    memo: dict[int, Any] = {}
+def copied(model: nn.Module, share: Iterable[Tensor] = ()) -> nn.Module:
+    """Return a deep copy, also of a network that holds tensors with a history.
+
+    Tensors in `share` are not copied.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in share}
     for module in model.modules():
         for value in (*vars(module).values(), *module._buffers.values()):
             for tensor in _tensors(value, 0):
-                if not tensor.is_leaf:
+                if not tensor.is_leaf and id(tensor) not in memo:
                     memo[id(tensor)] = tensor.detach().clone()
     # The copies are held by `memo`, so that no other object takes the id of one of its keys.
     twin = copy.deepcopy(model, memo)

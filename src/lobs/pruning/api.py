@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lobs._system.alone import alone
 from lobs._system.distributed import find_group, process_group, use_group
 from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
 from lobs.calibration.batches import Batches
 from lobs.calibration.forward import fitted
+from lobs.calibration.kept_back import BOTH, CHOICE, KEPT_BACK, divided
 from lobs.errors import LobsError, caution, warning_once
 from lobs.layers.folding import folded
+from lobs.layers.hooks import nothing_left
 from lobs.layers.untouched import buffers_kept
 from lobs.pruning.coverage import warn_of
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
@@ -68,16 +71,13 @@ def prune(
         A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save()`.
     """
     began = time.perf_counter()
-    if not isinstance(inplace, bool):
-        raise LobsError(f"inplace is {inplace!r}: True or False.")
-    check_model(model)
-    dense = folded(model)
-    if inplace and dense is not model:
-        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    dense = _dense(model, inplace)
     data = fitted(dense, batches)
     asked = checked(dense, target, options, keep, data)
     other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
+    data, choosing, other, kept_for = _kept_back(asked, data, other)
     with _prepared(dense, asked, progress) as log, _opened(dense, data, asked) as session:
+        session.choosing = choosing
         asked, samples = session.options, session.calibration.samples
         calibrated = time.perf_counter() - began
         run, trials = _pruned(session)
@@ -92,7 +92,7 @@ def prune(
         layers=layers,
         certificate=certificate,
         solutions=solutions,
-        settings={"samples": samples, "calibration seconds": round(calibrated, 2)}
+        settings={"samples": samples, "calibration seconds": round(calibrated, 2), **kept_for}
         | _settings(asked, run, trials),
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,
@@ -109,6 +109,29 @@ def _pruned(session: Session) -> tuple[Run, list[Trial]]:
     if isinstance(target, Budget) and target.drop is not None:
         return search_drop(session)
     return run_rounds(session), []
+
+
+def _dense(model: nn.Module, inplace: bool) -> nn.Module:
+    """Return the network with parametrised weights folded; refuse what cannot be written."""
+    if not isinstance(inplace, bool):
+        raise LobsError(f"inplace is {inplace!r}: True or False.")
+    check_model(model)
+    dense = folded(model)
+    if inplace and dense is not model:
+        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    return dense
+
+
+def _kept_back(
+    asked: Options, data: Batches, other: Batches | None
+) -> tuple[Batches, Batches | None, Batches | None, dict[str, str]]:
+    """Return the inputs that prune, choose and certify, and what some were kept back for."""
+    if not (isinstance(asked.target, Budget) and asked.target.by_agreement):
+        return data, None, other, {}
+    pruning, choosing, certifying = divided(data, certify=other is None)
+    if other is not None:
+        return pruning, choosing, other, {KEPT_BACK: CHOICE}
+    return pruning, choosing, certifying, {KEPT_BACK: BOTH}
 
 
 def forecast(
@@ -136,7 +159,7 @@ def forecast(
     asked = checked(model, target, options, keep, data)
     limit = asked.execution.memory_bytes
     group = find_group(asked.execution.distributed)
-    with limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
+    with alone(), limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
         return _forecasted(model, data, asked)
 
 
@@ -147,6 +170,8 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     limit = asked.execution.memory_bytes
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
+        alone(),
+        nothing_left(model),
         warning_once(),
         buffers_kept(model),
         torch.inference_mode(False),  # whose tensors can neither be written nor differentiated

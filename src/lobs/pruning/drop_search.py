@@ -12,8 +12,10 @@ from torch import nn
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.calibration.batches import user_code
-from lobs.calibration.forward import evaluating
-from lobs.errors import LobsError, caution
+from lobs.calibration.forward import batch_size, evaluating
+from lobs.calibration.kept_back import CHOOSING, ROUND
+from lobs.certificate.guarantee import CONFIDENCE, measured, tightest
+from lobs.errors import LobsError, TargetError, caution, clipped
 from lobs.pruning.run import Run, start_run
 from lobs.pruning.session import Session
 from lobs.storage.run_store import RunStore
@@ -33,6 +35,7 @@ class Trial:
     kept: int
     score: float
     drop: float
+    at_most: float | None = None  # upper confidence limit of the drop, where it was estimated
 
 
 def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, list[Trial]]:
@@ -49,8 +52,8 @@ def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, li
     budget = session.options.target
     assert isinstance(budget, Budget)
     assert budget.drop is not None
-    assert budget.evaluate is not None
-    dense = _dense_score(session, budget.evaluate)
+    judge = _judge(session, budget, most_trials)
+    dense = judge.dense
     total = sum(session.prunable.values())
     limits = [removable(budget, name, n) for name, n in session.prunable.items()]
     forced, most = (sum(part) for part in zip(*limits, strict=True))
@@ -62,10 +65,10 @@ def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, li
             middle = (low + high) / 2 if trials else max(low, high + math.log(_FIRST_KEPT))
             kept = min(max(1, total - most, round(math.exp(middle))), total - forced)
             run = start_run(session, session.allocated(budget, total - kept))
-            score = _score(budget.evaluate, run.model, session.store, f"run {run.number} score")
+            trial = judge.trial(run, kept)
             run.comparison = None  # the user's function may have changed the network
-            trials.append(Trial(kept, score, dense - score))
-            if dense - score <= budget.drop:
+            trials.append(trial)
+            if (trial.drop if trial.at_most is None else trial.at_most) <= budget.drop:
                 best, high = run, math.log(kept)
             else:
                 low = math.log(kept)
@@ -75,6 +78,69 @@ def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, li
         _warn_of_failure(trials, budget.drop, dense, total)
         best = start_run(session, session.allocated(budget, forced))
     return best, trials
+
+
+class _ByScore:
+    """Judge networks by the user's own score."""
+
+    def __init__(self, session: Session, evaluate: Evaluate) -> None:
+        self.session, self.evaluate = session, evaluate
+        self.dense = _dense_score(session, evaluate)
+
+    def trial(self, run: Run, kept: int) -> Trial:
+        """Return what the user's function says of a run."""
+        key = f"run {run.number} score"
+        score = _score(self.evaluate, run.model, self.session.store, key)
+        return Trial(kept, score, self.dense - score)
+
+
+class _ByAgreement:
+    """Judge networks by their agreement with the dense one, on inputs that prune none of them.
+
+    Every trial may err, so each limit is stricter: together they hold with 95 % confidence.
+    """
+
+    dense = 1.0
+
+    def __init__(self, session: Session, drop: float, most_trials: int) -> None:
+        self.session, self.level = session, 1 - (1 - CONFIDENCE) / most_trials
+        assert session.choosing is not None
+        samples = sum(map(batch_size, session.choosing))
+        samples = round(process_group().sum_numbers(samples)[0])
+        if tightest(samples, self.level) > drop:
+            enough = math.log(1 - self.level) / math.log1p(-drop)
+            share = ROUND / len(CHOOSING)
+            raise TargetError(
+                f"{samples:,} kept-back inputs cannot show that at most {drop:.3g} of the answers "
+                f"change: give batches of at least {enough * share:,.0f} inputs, allow a larger "
+                "drop, or give evaluate=…."
+            )
+
+    def trial(self, run: Run, kept: int) -> Trial:
+        """Return the share of answers that a run leaves, and the limit on those it changes."""
+        store, key = self.session.store, f"run {run.number} agreement"
+        saved = store.read(key)
+        if saved is None:
+            assert self.session.choosing is not None
+            tally = measured(self.session.model, run.model, self.session.choosing, "agreement")
+            if not tally.finite:
+                raise TargetError(
+                    "the network's outputs have no row for each sample, so agreement cannot be "
+                    "measured: give Budget(drop=…, evaluate=…)."
+                )
+            found = tally.guarantee(level=self.level)
+            store.write(key, {}, {"changed": found.measured, "at_most": found.at_most})
+            changed, at_most = found.measured, found.at_most
+        else:
+            changed, at_most = saved.record["changed"], saved.record["at_most"]
+        return Trial(kept, 1 - changed, changed, at_most)
+
+
+def _judge(session: Session, budget: Budget, most_trials: int) -> _ByScore | _ByAgreement:
+    assert budget.drop is not None
+    if budget.evaluate is None:
+        return _ByAgreement(session, budget.drop, most_trials)
+    return _ByScore(session, budget.evaluate)
 
 
 def _warn_of_failure(trials: list[Trial], drop: float, dense: float, total: int) -> None:
@@ -99,7 +165,7 @@ def _warn_of_an_error_rate(trials: list[Trial], dense: float, total: int) -> Non
 
 def _dense_score(session: Session, evaluate: Evaluate) -> float:
     """Score the dense network, also in a resumed run: a fingerprint says little of a function."""
-    key, score = "dense score", _evaluated(evaluate, session.model)
+    key, score = "dense score", score_of(evaluate, session.model)
     saved = session.store.read(key)
     if saved is None:
         session.store.write(key, {}, {"score": score})
@@ -115,12 +181,13 @@ def _score(evaluate: Evaluate, model: nn.Module, run_store: RunStore, key: str) 
     saved = run_store.read(key)
     if saved is not None:
         return float(saved.record["score"])
-    score = _evaluated(evaluate, model)
+    score = score_of(evaluate, model)
     run_store.write(key, {}, {"score": score})
     return score
 
 
-def _evaluated(evaluate: Evaluate, model: nn.Module) -> float:
+def score_of(evaluate: Evaluate, model: nn.Module) -> float:
+    """Return the score that the first process's function gives a network, on all processes."""
     score = 0.0
     with process_group().raise_together():
         if process_group().leads:
@@ -131,7 +198,8 @@ def _evaluated(evaluate: Evaluate, model: nn.Module) -> float:
                 score = float(value)
             except (TypeError, ValueError, OverflowError):
                 raise LobsError(
-                    f"evaluate returned {value!r}; it must return a number, larger is better."
+                    f"evaluate returned {clipped(value)}; it must return a number, larger is "
+                    "better."
                 ) from None
             if math.isnan(score):
                 raise LobsError("evaluate returned NaN; it must return a number, larger is better.")

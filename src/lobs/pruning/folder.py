@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lobs._system.alone import alone
 from lobs._system.memory import limited, spelled
 from lobs._system.progress import shown
 from lobs._system.run_log import peak_bytes, phase, recorded_run
@@ -133,6 +134,7 @@ def prune_folder(
     target_folder, store_folder = output_folder(shards.folder, out, asked.execution.resume)
     largest = max(bytes_of(skeleton.model.get_submodule(name)) for name in skeleton.blocks)
     with (
+        alone(),
         warning_once(),
         torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
         limited(asked.execution.memory_bytes, 2 * largest),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from lobs.targets import Sparsity, Target, for_layer
 
 _ROWS = 2**28  # bytes of the rows that are processed together
 _SLACK = 1.02  # relative error of a forecast of memory
-_MARGIN = 1.01  # factor on the memory that a message recommends
+_MARGIN = 1.03  # factor on the memory that a message recommends
 _CALL = 2e-4  # seconds that a call of a small network takes, whatever it computes
 _KEPT = 0.1  # kept share of a layer that is assumed where the target does not set it
 
@@ -168,7 +168,10 @@ def forecast(
     needs = _layer_bytes(layers, solver, load)
     widest = max(needs, key=lambda name: needs[name])
     limit = memory.limit()
-    room = _room(limit, fixed, needs[widest], widest)
+    room = _room(
+        limit, fixed, needs[widest], widest,
+        lambda: max(_layer_bytes(layers, solver, load).values()),
+    )  # fmt: skip
     moments = load.shared or not load.sequential
     groups = passes(layers, room) if moments else []
     together = max((sum(moment_bytes(layer) for layer in group) for group in groups), default=0)
@@ -203,13 +206,27 @@ def _layer_bytes(layers: Sequence[Layer], solver: Solver, load: Workload) -> dic
     return needs
 
 
-def _room(limit: int | None, fixed: int, widest_bytes: int, widest: str) -> float | None:
+def _enough(fixed: int, widest_bytes: int, needs: Callable[[], int]) -> float:
+    """Return a limit that is enough. A larger limit lets layers take more, so it is searched."""
+    enough = _MARGIN * (fixed + widest_bytes)
+    for _ in range(20):
+        with memory.limited(round(enough)):
+            asked = _MARGIN * (fixed + needs())
+        if asked <= enough:
+            break
+        enough = asked
+    return enough
+
+
+def _room(
+    limit: int | None, fixed: int, widest_bytes: int, widest: str, needs: Callable[[], int]
+) -> float | None:
     """Return the bytes left for moments; raise where the widest layer does not fit."""
     if limit is None:
         return None
     room = limit - fixed
     if widest_bytes > _SLACK * room:
-        enough = spelled(_MARGIN * (fixed + widest_bytes))
+        enough = spelled(_enough(fixed, widest_bytes, needs))
         raise LobsError(
             f"memory={spelled(limit)} is not enough: {spelled(fixed)} for what is there and "
             f"the network's copy, {spelled(widest_bytes)} for layer '{widest}'. "

@@ -106,7 +106,7 @@ class PruningRecord:
             "total": self.total,
             "kept_fraction": self.kept_fraction,
             "layers": rows,
-            "certificate": asdict(self.certificate),
+            "certificate": self.certificate.record(),
             "batch_norm": None if self.batch_norm is None else asdict(self.batch_norm),
             "settings": self.settings,
             "seconds": self.seconds,
@@ -135,7 +135,7 @@ class PruningRecord:
             rows, norms = record["layers"], record.get("batch_norm")
             covered = record.get("coverage")
             preview = None if since else record.get("preview")
-            certificate = Certificate(**record["certificate"])
+            certificate = Certificate.from_record(record["certificate"])
             settings = dict(record.get("settings", {}))
             if since:
                 certificate = refuse(f"{since} after pruning; lobs.certify measures again")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -169,7 +170,8 @@ class Run:
         gains = None
         if inputs == "pruned":
             gains = {name: session.dense(name) for name in calibration}
-        errors = layer_errors(largest, calibration)
+        energies = {name: done.solution.energy for name, done in self.finished.items()}
+        errors = layer_errors(largest, energies, calibration)
         return certificate(comparison, calibration, errors, held_out=held_out, dense_gains=gains)
 
     def results(self) -> tuple[LayerResult, ...]:
@@ -397,6 +399,16 @@ def _refitted(solution: Solution, layer: Layer, measured: LayerDistance | None) 
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    own = set(model.modules())
+    for name, module in model.named_modules():
+        patch = vars(module).get("forward")
+        cells = getattr(patch, "__closure__", None) or ()
+        seen = [cell.cell_contents for cell in cells]
+        if own & {getattr(x, "__self__", x) for x in seen if isinstance(x, nn.Module | MethodType)}:
+            raise LobsError(
+                f"the forward pass of '{name}' was replaced by a function that calls this very "
+                "network, so a copy would run the original. Write a subclass with that forward."
+            )
     try:
         return copied(model)
     except Exception as error:  # a network may hold locks, open files, tensors with a history

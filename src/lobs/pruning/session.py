@@ -47,6 +47,7 @@ class Session:
         options: the checked options.
         store: where finished work is stored and found again.
         pass_bytes: memory for the moments of one pass over the data; None without a limit.
+        choosing: inputs that choose among runs, and take part in none of them.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Session:
     options: Options
     store: RunStore = field(default_factory=RunStore)
     pass_bytes: float | None = None
+    choosing: Iterable[Any] | None = None
     runs: int = 0
     calibration_key: str = "calibration"
     influence: dict[str, Tensor] = field(default_factory=dict)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from lobs.errors import printable
+
 if TYPE_CHECKING:
     from lobs.pruning.result import LayerResult, PruningRecord
 
@@ -64,7 +66,7 @@ def html_table(result: PruningRecord) -> str:
 
 def _cells(layer: LayerResult) -> tuple[str, ...]:
     return (
-        layer.name,
+        printable(layer.name),
         "×".join(map(str, layer.shape)),
         f"{layer.kept:,} ({100 * layer.kept_fraction:.1f} %)",
         f"{layer.relative_error:.4f}",
@@ -90,14 +92,18 @@ def _change(result: PruningRecord) -> str:
     unit = "root mean square" if found.output_norm is None else "of the output's norm"
     unit += f", {samples:,} calibration samples" if samples else ""
     line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."
-    return line if found.bound is not None else f"{line} No bound: {found.reason}."
+    if found.bound is not None or found.guarantee is not None:
+        return line
+    return f"{line} No bound: {found.reason}."
 
 
 def _notes(result: PruningRecord) -> list[str]:
     settings, lines = result.settings, [_change(result)]
+    if result.certificate.guarantee is not None:
+        lines.append(f"{result.certificate.guarantee}.")
     if result.coverage is not None:
         lines.insert(0, f"Prunable: {result.coverage}")
-    damped = [f"{x.name} ({x.damping:.1e})" for x in result.layers if x.damping]
+    damped = [f"{printable(x.name)} ({x.damping:.1e})" for x in result.layers if x.damping]
     if damped:
         lines.append(f"Damping λ: {', '.join(damped)}.")
     if result.batch_norm is not None:
@@ -119,7 +125,7 @@ def _notes(result: PruningRecord) -> list[str]:
         peak = result.peak_bytes
         memory = "" if peak is None else f"; at most {peak / 1e6:,.0f} MB of memory"
         lines.append(f"Time: {result.seconds:.1f} seconds ({spent}){memory}.")
-    empty = [f"'{x.name}'" for x in result.layers if x.total and not x.kept]
+    empty = [f"'{printable(x.name)}'" for x in result.layers if x.total and not x.kept]
     if empty:
         lines.append(
             f"Nothing is left of {', '.join(empty)}: keep more of small layers with keep_at_least."

@@ -13,12 +13,15 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
+from lobs._system.alone import alone
 from lobs._system.progress import shown, track
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.forward import fitted
 from lobs.calibration.layer_problem import layer_problem
 from lobs.errors import TargetError, warning_once
 from lobs.layers import find_layers
+from lobs.layers.hooks import nothing_left
+from lobs.pruning.drop_search import score_of
 from lobs.pruning.options import PruneOptions, checked
 from lobs.pruning.run import run_rounds
 from lobs.pruning.session import Session
@@ -74,7 +77,7 @@ def sweep(
     if not asked:
         return points
     costs = {layer.name: layer.weight.numel() * float(layer.columns) for layer in asked[0].layers}
-    with warning_once(), shown(progress, layers=costs):
+    with alone(), nothing_left(model), warning_once(), shown(progress, layers=costs):
         first = Session(model, fitted(model, batches), asked[0])
         with track("sweep", len(targets)) as advance:
             for value, options in zip(values, asked, strict=True):
@@ -82,7 +85,7 @@ def sweep(
                 results = run.results()
                 kept, total = sum(r.kept for r in results), sum(r.total for r in results)
                 error = sum(r.relative_error for r in results) / len(results)
-                score = float(evaluate(run.model))
+                score = score_of(evaluate, run.model)
                 points.append(SweepPoint(value, kept / max(total, 1), error, score))
                 advance(1)
     return points
@@ -121,7 +124,7 @@ def sweep_by_layer(
     work = copy.deepcopy(model)
     found = find_layers(work, layers, skip)
     points = []
-    with warning_once(), shown(progress):
+    with alone(), nothing_left(model), warning_once(), shown(progress):
         calibration = collect_moments(work, batches, found, progress=progress)
         problems = {
             layer.name: layer_problem(layer, layer.matrix(), calibration[layer.name])

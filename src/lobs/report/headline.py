@@ -112,6 +112,9 @@ class Facts:
             found.append(
                 Fact(f"The output changed by {percent(moved)}", "on the calibration samples.")
             )
+        guarantee = run.pruning.certificate.guarantee
+        if guarantee is not None:
+            found.append(Fact(guarantee.claim, f"{guarantee.scope}."))
         return found
 
     def change(self) -> str:

@@ -26,12 +26,14 @@ from torch import Tensor, nn
 from lobs.errors import FileError
 from lobs.storage.atomic import atomic_write
 from lobs.storage.compact import FORMAT as COMPACT
-from lobs.storage.compact import CompactFile, Values, read_compact, write_compact
+from lobs.storage.compact import CompactFile, Values, digest_of, read_compact, write_compact
 from lobs.storage.foreign import describe
 from lobs.storage.outputs import check_order, output_path
 
 FORMAT = "lobs.storage.checkpoint"
-VERSION = 1
+VERSION = 2  # version 1 has no checksum; it is still read
+_FORMER = "lobs.checkpoint"  # of the first networks that shipped: weights alone are read
+_OURS = {"version", "masks", "record", "sha256", "layout"}  # fields that other programs lack
 _DAMAGE = (
     KeyError,
     ValueError,
@@ -92,6 +94,7 @@ def save(
         "masks": json.dumps(packed),
         "record": json.dumps(dict(record or {})),
     }
+    header["sha256"] = digest_of(header, tensors)
     # safetensors refuses shared storage, so tied parameters are written once each.
     owners = Counter(t.untyped_storage().data_ptr() for t in tensors.values())
     unique = {
@@ -149,24 +152,20 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         with safetensors.safe_open(str(source), framework="pt") as file:
             header = file.metadata() or {}
         state = load_file(str(source))
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, *_DAMAGE, safetensors.SafetensorError) as error:
         raise FileError(
             f"'{source}' is not a readable safetensors file: {describe(source, error)}"
         ) from error
     if header.get("format") == COMPACT:
         return Checkpoint(*read_compact(source, header, state))
-    if "layout" in header or "sha256" in header:
-        raise FileError(
-            f"'{source}' looks like a compact file whose header is damaged: its format is "
-            f"{header.get('format')!r}."
-        )
     if header.get("format") != FORMAT:
+        if _OURS & header.keys() and header.get("format") != _FORMER:
+            raise FileError(
+                f"'{source}' looks like a file of lobs whose header is damaged: its format is "
+                f"{header.get('format')!r}. Copy it again, or write it anew."
+            )
         return Checkpoint(state, {})
-    if header.get("version") != str(VERSION):
-        raise FileError(
-            f"'{source}' has format version {header.get('version')}; this lobs reads version "
-            f"{VERSION}."
-        )
+    state = _checked(source, header, state)
     try:
         packed, record = json.loads(header["masks"]), json.loads(header["record"])
         if not isinstance(record, dict):
@@ -178,6 +177,27 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             f"'{source}' is damaged: {what}. Copy it again, or write it anew."
         ) from error
     return Checkpoint(state, masks, record)
+
+
+def _checked(
+    source: Path, header: Mapping[str, str], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of a file of a known version whose content has the stated hash."""
+    version, stated = header.get("version"), header.get("sha256")
+    if version not in ("1", str(VERSION)):
+        raise FileError(
+            f"'{source}' has format version {version}; this lobs reads versions 1 and {VERSION}."
+        )
+    if version == "1" and stated is None:
+        return dict(state)
+    # safetensors gives views of the file on disk. A copy stays as hashed, even if the file changes.
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    if stated != digest_of(header, state):
+        raise FileError(
+            f"'{source}' is damaged: its content does not have the hash that its header states. "
+            "Copy it again, or write it anew."
+        )
+    return state
 
 
 def _tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from lobs.errors import FileError, LobsError
 from lobs.storage import checkpoint
 from lobs.storage.atomic import atomic_write, make_folder
 from lobs.storage.checkpoint import Checkpoint
+from lobs.storage.digest import Digest, digest_of, identified
 
 _IDENTITY = "run.json"
 # Raise this when the same settings lead to other numbers: older run stores are then refused.
@@ -193,19 +193,21 @@ def fingerprint(
 ) -> dict[str, str]:
     """Return what makes two runs the same: network, weights, batches, settings and versions.
 
+    `lobs.storage.digest` says what is not covered.
+
     Args:
-        model: the network; its type, its printed form and its weights count.
+        model: the network; its type, printed form, weights, buffers and attributes count.
         batches: the calibration data; every value counts, and so does the order.
-        settings: values by name, compared by their printed form.
+        settings: values by name. Functions count with their code and what they capture.
         weights_digest: a hash of the weights, where they are not in memory.
     """
-    data, count = hashlib.sha256(), 0
+    data, count = Digest(), 0
     with process_group().raise_together():
         for batch in batches:
-            _feed(data, batch)
+            data.add(batch)
             count += 1
-    plain = {key: _printed(value) for key, value in settings.items()}
-    parts = process_group().all_gather([count, _short(data)])
+    plain = {key: identified(value) for key, value in settings.items()}
+    parts = process_group().all_gather([count, data.text[:16]])
     own = weights_hash(model) if weights_digest is None else weights_digest
     weights = {*process_group().all_gather(own[:16])}
     if len(weights) > 1:
@@ -216,7 +218,7 @@ def fingerprint(
     return {
         "lobs": f"{__version__}, method {_METHOD}",
         "torch": str(torch.__version__),
-        "network": _short(hashlib.sha256(f"{type(model)} {model}".encode())),
+        "network": digest_of([str(model), model])[:16],
         "weights": weights.pop(),
         "data": " and ".join(f"{n} batches {digest}" for n, digest in parts),
         **plain,
@@ -228,41 +230,13 @@ def weights_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name}:".encode())
-        _feed(digest, value)
-    return digest.hexdigest()
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Add a batch, or a part of one, to a hash."""
-    match value:
-        case Tensor():
+        if isinstance(value, Tensor):
             digest.update(f"{value.dtype}:{tuple(value.shape)}".encode())
             digest.update(_bytes(value))
-        case Mapping():
-            digest.update(f"{len(value)}:".encode())
-            for key, item in value.items():
-                digest.update(f"{key}=".encode())
-                _feed(digest, item)
-        case tuple() | list():
-            digest.update(f"{len(value)}:".encode())
-            for item in value:
-                _feed(digest, item)
-        case _:
-            digest.update(_printed(value).encode())
-
-
-def _printed(value: object) -> str:
-    """Return an object's repr without its address, which changes from process to process."""
-    return re.sub(
-        r" at 0x[0-9a-f]+",
-        "",
-        repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value),
-    )
+        else:  # what `get_extra_state` returned
+            digest.update(digest_of(value).encode())
+    return digest.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _short(digest: Any) -> str:
-    return str(digest.hexdigest()[:16])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lobs._system.alone import alone
 from lobs._system.progress import shown
 from lobs._system.run_log import recorded_run
 from lobs.pruning.options import Execution
 from lobs.storage.atomic import make_folder
+from lobs.storage.digest import digest_of, digest_of_data, identified
 from lobs.storage.train_state import TrainingState
 from lobs.training.hold import hold
 from lobs.training.loop import TrainingLoop
@@ -101,7 +102,7 @@ def retrain(
     file = None if chosen.resume is None else make_folder(chosen.resume) / STATE
     trained = model if inplace else copy.deepcopy(model)
     began = time.perf_counter()
-    with shown(progress), recorded_run(chosen.log):
+    with alone(), shown(progress), recorded_run(chosen.log):
         state, reached = _train(trained, masks, TrainingLoop(data, settings), file)
     return Retraining(
         trained,
@@ -123,9 +124,11 @@ def _train(
         "iterations": settings.iterations,
         "decay": settings.decay,
         "seed": settings.seed,
-        "masks": _fingerprint(masks),
+        "masks": digest_of(dict(sorted(masks.items())))[:16],
         "optimizer": repr(optimizer),
     }
+    if file is not None:
+        identity |= _decisive(model, loop)
     counters = {"iteration": 0, "history": [], "taken": 0}
     with (
         _training_mode(model),
@@ -150,8 +153,14 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _fingerprint(masks: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, mask in sorted(masks.items()):
-        digest.update(name.encode() + mask.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _decisive(model: nn.Module, loop: TrainingLoop) -> dict[str, Any]:
+    """Return hashes of what else decides the result, for a training state that is resumed."""
+    settings = loop.settings
+    return {
+        "network": digest_of(model)[:16],
+        "data": digest_of_data(loop.data, max(1, settings.iterations)),
+        "loss": identified(settings.loss),
+        "teacher": None if settings.teacher is None else digest_of(settings.teacher)[:16],
+        "every": settings.every,
+        "until_score": settings.until_score,
+    } | ({} if settings.until_score is None else {"evaluate": identified(settings.evaluate)})

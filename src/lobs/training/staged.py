@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lobs.calibration.batches import user_code
+from lobs.calibration.forward import evaluating
 from lobs.errors import FileError, TrainingError
 from lobs.pruning.api import prune
 from lobs.pruning.options import Execution, PruneOptions, checked
 from lobs.storage.atomic import make_folder
 from lobs.storage.checkpoint import load, save
-from lobs.storage.run_store import weights_hash
+from lobs.storage.digest import digest_of, digest_of_data
 from lobs.targets import Budget, Sparsity, Target, wanted
 from lobs.training.retrain import STATE, Retraining, retrain
 from lobs.training.settings import (
@@ -135,7 +136,8 @@ def prune_in_stages(
     )  # fmt: skip
     work.check(model, stages)
     folder = None if chosen.resume is None else make_folder(chosen.resume)
-    store = _StageStore(folder, work, model)
+    longest = max(1, *(stage.iterations for stage in stages))
+    store = _StageStore(folder, work, model, longest)
     began = time.perf_counter()
     now, masks, done = model, dict[str, Tensor](), list[StageResult]()
     for number, stage in enumerate(stages, start=1):
@@ -187,6 +189,13 @@ class _Work:
                     f"{before[1]:.3g}: keep less from stage to stage."
                 )
 
+    def score_of(self, model: nn.Module) -> float | None:
+        """Return the score of the dense network, by which a resumed run knows its `evaluate`."""
+        if self.evaluate is None:
+            return None
+        with user_code("evaluate"), evaluating(model):
+            return float(self.evaluate(model))
+
     def run(
         self, model: nn.Module, stage: Stage, folder: Path | None
     ) -> tuple[nn.Module, dict[str, Tensor], StageResult]:
@@ -236,15 +245,18 @@ class _Work:
 class _StageStore:
     """Finished stages in a folder; without a folder nothing is kept."""
 
-    def __init__(self, folder: Path | None, work: _Work, model: nn.Module) -> None:
+    def __init__(self, folder: Path | None, work: _Work, model: nn.Module, longest: int) -> None:
         self.folder = folder
         self._identity = (
             {}
             if folder is None
             else {
-                "pruning": _printed(work.pruning),
-                "retraining": _printed(work.retraining),
-                "start": weights_hash(model),
+                "pruning": _identified(work.pruning),
+                "retraining": _identified(work.retraining),
+                "start": digest_of(model)[:16],
+                "inputs": digest_of_data(work.batches, sys.maxsize),
+                "data": digest_of_data(work.data, longest),
+                "score": work.score_of(model),
             }
         )
 
@@ -262,7 +274,7 @@ class _StageStore:
     ) -> None:
         """Keep a finished stage."""
         if self.folder is not None:
-            record = {**self._identity, "stage": _printed(stage), "result": vars(result)}
+            record = {**self._identity, "stage": _identified(stage), "result": vars(result)}
             save(model, self._file(number), masks, record)
 
     def read(
@@ -272,7 +284,7 @@ class _StageStore:
         if self.folder is None or not self._file(number).is_file():
             return None
         saved = load(self._file(number))
-        for key, value in {**self._identity, "stage": _printed(stage)}.items():
+        for key, value in {**self._identity, "stage": _identified(stage)}.items():
             if saved.record.get(key) != value:
                 raise FileError(
                     f"'{self._file(number)}' holds another {_NAMES[key]} "
@@ -294,6 +306,9 @@ _NAMES = {
     "pruning": "way of pruning",
     "retraining": "way of retraining",
     "start": "network",
+    "inputs": "calibration",
+    "data": "training data",
+    "score": "score",
 }
 
 
@@ -307,15 +322,15 @@ def _kept(target: Target) -> tuple[str, float]:
     return "", 0.0
 
 
+def _identified(value: Any) -> str:
+    """Return settings as text that is the same in every process, with a hash of all they hold."""
+    given = value if isinstance(value, Mapping) else vars(value)
+    shown = ", ".join(f"{key}: {_printed(given[key])}" for key in sorted(given))
+    return f"{{{shown}}} #{digest_of(dict(given))[:8]}"
+
+
 def _printed(value: Any) -> str:
-    """Print settings the same way in every process: functions by name and captured values."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_printed(value[key])}" for key in sorted(value)) + "}"
-    if isinstance(value, nn.Module):
-        return type(value).__qualname__
-    if isinstance(value, FunctionType):
-        captured = inspect.getclosurevars(value).nonlocals
-        # A function may capture itself, so captured functions are left out.
-        plain = {name: x for name, x in captured.items() if not isinstance(x, FunctionType)}
-        return f"{value.__module__}.{value.__qualname__}{_printed(plain)}"
-    return type(value).__qualname__ if " at 0x" in repr(value) else repr(value)
+    """Return a value's repr, or its name or type where the repr is no description."""
+    if isinstance(value, nn.Module) or " at 0x" in repr(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(value)

@@ -13,7 +13,7 @@ from torch import nn
 
 import lobs
 from lobs import LobsError, zoo
-from lobs.storage.compact.file import _digest
+from lobs.storage.compact.file import digest_of
 from lobs.storage.compact.tensors import DTYPES
 
 
@@ -197,7 +197,7 @@ def resign(path, change):
     layout = json.loads(header["layout"])
     change(layout, stored)
     header["layout"] = json.dumps(layout)
-    header["sha256"] = _digest(header, stored)
+    header["sha256"] = digest_of(header, stored)
     save_file(stored, path, metadata=header)
 
 

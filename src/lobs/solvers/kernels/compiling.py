@@ -24,12 +24,29 @@ _HELPER: dict[str, Any] = {**_KERNEL, "no_cpython_wrapper": True}
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a kernel that Python calls. It releases the GIL, and its machine code is cached.
 
-    Where no folder is writable, every process compiles it again.
+    Where no folder is writable, or the cache is damaged, every process compiles it again.
     """
     try:
-        return numba.njit(**_KERNEL, cache=True)(function)
+        made = numba.njit(**_KERNEL, cache=True)(function)
     except RuntimeError:  # numba raises it where no cache folder is writable
         return numba.njit(**_KERNEL)(function)
+    cache = getattr(made, "_cache", None)
+    for name in ("load_overload", "save_overload"):
+        if hasattr(cache, name):
+            setattr(cache, name, _forgiving(getattr(cache, name)))
+    return made
+
+
+def _forgiving(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step of numba's cache that gives None where the files cannot be read or written."""
+
+    def attempt(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except Exception:  # unpickling garbage may raise anything
+            return None
+
+    return attempt
 
 
 def helper(function: Callable[..., Any]) -> Any:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from lobs.storage.compact.file import FORMAT, CompactFile, StoredTensor, read_compact, write_compact
+from lobs.storage.compact.file import (
+    FORMAT,
+    CompactFile,
+    StoredTensor,
+    digest_of,
+    read_compact,
+    write_compact,
+)
 from lobs.storage.compact.values import VALUES, Values
 
 __all__ = [
@@ -11,6 +18,7 @@ __all__ = [
     "CompactFile",
     "StoredTensor",
     "Values",
+    "digest_of",
     "read_compact",
     "write_compact",
 ]

@@ -125,7 +125,7 @@ def write_compact(
         "layout": _json(layout),
         "record": _json(dict(record)),
     }
-    header["sha256"] = _digest(header, stored)
+    header["sha256"] = digest_of(header, stored)
     with atomic_write(path) as partial:
         try:
             save_file(stored, str(partial), metadata=header)
@@ -152,7 +152,7 @@ def read_compact(
         )
     # safetensors gives views of the file on disk. A copy stays as hashed, even if the file changes.
     stored = {name: tensor.clone() for name, tensor in stored.items()}
-    if header.get("sha256") != _digest(header, stored):
+    if header.get("sha256") != digest_of(header, stored):
         raise FileError(
             f"'{source}' is damaged: its content does not have the hash that its header states. "
             "Copy it again."
@@ -238,10 +238,13 @@ def _json(document: Any) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def _digest(header: Mapping[str, str], stored: Mapping[str, Tensor]) -> str:
+def digest_of(header: Mapping[str, str], stored: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a file's fields and tensors, with their names, types and shapes."""
     digest = hashlib.sha256()
-    for field in ("format", "version", "layout", "record"):
-        text = header.get(field, "").encode()
+    for field in ("format", "version", "layout", "masks", "record"):
+        if field not in header:
+            continue
+        text = header[field].encode()
         digest.update(f"{field}:{len(text)}:".encode() + text)
     for name in sorted(stored):
         tensor = stored[name]

@@ -31,6 +31,7 @@ PARTS = ("values", "scale", "top", "rest", "bits", "gaps", "mask")
 _HEADER_BYTES = 100  # about what one more part costs in the file's header
 # A decoded tensor has at most _GROWTH bytes for each stored byte, plus _FREE_BYTES.
 _GROWTH, _FREE_BYTES = 1024, 2**16
+_PIECE = 2**22  # elements checked at once: checking takes little memory
 _LARGEST = 2**48  # no shape, count or width in a header may exceed this
 
 DTYPES = {
@@ -288,7 +289,9 @@ def _mask(entry: Entry, parts: Parts, tensor: Tensor, where: Tensor) -> Tensor |
     mask = torch.zeros(entry.size, dtype=torch.bool)
     mask[kept] = True
     mask = mask.reshape(entry.shape)
-    if bool((tensor[~mask] != 0).any()):
+    flat: tuple[Any, Any] = tensor.reshape(-1), mask.reshape(-1)
+    pieces = zip(*(part.split(_PIECE) for part in flat), strict=True)
+    if any(bool(((values != 0) & ~kept).any()) for values, kept in pieces):
         raise ValueError("its mask removes weights that are not zero")
     return mask
 

@@ -1,0 +1,145 @@
+"""The statistical guarantee: exact limits, the coverage that is stated, and where it is shown."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+import lobs
+from lobs import Budget, LobsError
+from lobs.calibration.batches import guarded
+from lobs.calibration.kept_back import divided
+from lobs.certificate.guarantee import Tally, chernoff_hoeffding, clopper_pearson, tightest
+
+
+def tail(hits, trials, p):
+    """P(at most `hits`), in whole numbers."""
+    p = Fraction(p)
+    return sum(math.comb(trials, i) * p**i * (1 - p) ** (trials - i) for i in range(hits + 1))
+
+
+@pytest.mark.parametrize("confidence", [0.95, 0.99375])
+def test_the_limit_is_the_exact_quantile_and_never_below_it(confidence):
+    for trials in (1, 2, 7, 40, 200):
+        for hits in {0, 1, trials // 3, trials // 2, trials - 1, trials}:
+            p = clopper_pearson(hits, trials, confidence)
+            if hits >= trials:
+                assert p == 1.0
+                continue
+            assert tail(hits, trials, p) <= 1 - Fraction(confidence)
+            assert tail(hits, trials, p * (1 - 1e-9)) > 1 - Fraction(confidence)
+
+
+def test_known_values_and_large_numbers():
+    assert clopper_pearson(0, 10**6) == pytest.approx(1 - 0.05**1e-6, rel=1e-8)
+    assert clopper_pearson(0, 0) == 1.0 == chernoff_hoeffding(1.0, 9)
+    assert tightest(60) == clopper_pearson(0, 60)
+    assert clopper_pearson(3, 50) <= chernoff_hoeffding(3 / 50, 50)
+
+
+@pytest.mark.parametrize("truth", [0.002, 0.03, 0.4])
+def test_the_limits_cover_as_often_as_they_say(truth):
+    generator = torch.Generator().manual_seed(0)
+    hits = (torch.rand(2000, 300, generator=generator) < truth).sum(dim=1).tolist()
+    covered = sum(clopper_pearson(k, 300) >= truth for k in hits) / len(hits)
+    assert covered >= 0.95 - 2 * math.sqrt(0.05 * 0.95 / len(hits))
+    assert all(chernoff_hoeffding(k / 300, 300) >= clopper_pearson(k, 300) for k in hits[:50])
+
+
+def test_answers_sequences_and_other_outputs_are_told_apart():
+    tally, logits = Tally(), torch.eye(4)
+    tally.add(torch.zeros(4, 1), logits, logits.roll(1, 0))
+    assert tally.answers and tally.whole and tally.changed == 4 and tally.divergence > 0
+    words, other = torch.zeros(2, 3, 5), torch.zeros(2, 3, 5)
+    words[..., 0] = other[..., 0] = 1.0
+    other[0, 2, 1] = other[1, 2, 1] = 9.0
+    batch = {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    tally = Tally()
+    tally.add(batch, {"logits": words}, {"logits": other})
+    found = tally.guarantee()
+    assert found.answers and not found.whole and found.changed == pytest.approx(1 / 6)
+    assert found.changes_at_most == chernoff_hoeffding(1 / 6, 2)
+    tally = Tally()
+    tally.add(torch.zeros(2, 1), torch.ones(2, 3, 3), torch.full((2, 3, 3), 1.5))
+    found = tally.guarantee()
+    assert not found.answers and found.error == pytest.approx(0.5) and found.at_most > 0.5
+    tally.add(torch.zeros(2, 1), torch.ones(3), torch.ones(3))
+    assert not tally.finite
+
+
+@pytest.mark.parametrize("sizes", [[16, 9, 24], [1] * 40, [3, 50]])
+def test_every_sample_has_one_part(sizes):
+    numbers = torch.arange(sum(sizes)).unsqueeze(1)
+    batches = [(x, x) for x in numbers.split(sizes)]
+    parts = divided(guarded(batches))
+    found = [torch.cat([x for x, _ in part]).flatten().tolist() for part in parts]
+    assert sorted(n for part in found for n in part) == list(range(len(numbers)))
+    assert [len(part) for part in found] == pytest.approx(
+        [len(numbers) / 2, len(numbers) * 3 / 8, len(numbers) / 8], abs=4
+    )
+    only, rest, none = divided(guarded(batches), certify=False)
+    assert none is None and sum(len(x) for part in (only, rest) for x, _ in part) == len(numbers)
+
+
+def classifier():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 3)).eval()
+    return model, [torch.randn(500, 12) for _ in range(4)]
+
+
+def test_a_tolerance_needs_no_labels_and_its_guarantee_is_shown_and_stored(tmp_path):
+    model, batches = classifier()
+    result = lobs.prune(model, batches, Budget(drop=0.05), refit="layers", progress=False)
+    guarantee = result.certificate.guarantee
+    certifying = divided(guarded(batches))[2]
+    other = [model(x).argmax(1) != result.model(x).argmax(1) for x in certifying]
+    assert guarantee.samples == 250 and result.kept < result.total
+    changed = int(torch.cat(other).sum())
+    assert result.certificate.changes_at_most == clopper_pearson(changed, 250)
+    passed = [t for t in result.settings["trials"] if t["at_most"] <= 0.05]
+    assert min(t["kept"] for t in passed) == result.kept
+    assert "of answers change, with 95 % confidence" in result.summary()
+    loaded = lobs.load(result.save(tmp_path / "x.safetensors"))
+    again = type(result).from_record(loaded.record)
+    assert again.certificate.guarantee == guarantee
+    assert loaded.record["certificate"]["changes_at_most"] == guarantee.changes_at_most
+    findings = lobs.certificate.verify_guarantee(loaded, model, result.model, certifying)
+    assert [f.holds for f in findings] == [True]
+    loaded.record["certificate"]["guarantee"]["changes_at_most"] /= 4
+    for inputs in (certifying, None):
+        (wrong,) = lobs.certificate.verify_guarantee(loaded, model, result.model, inputs)
+        assert not wrong.holds
+    page = result.report(tmp_path / "r.html").read_text()
+    assert "of answers change" in page
+
+
+def test_inputs_that_are_too_few_for_a_tolerance_are_refused_before_any_trial():
+    model, batches = classifier()
+    with pytest.raises(LobsError, match=r"750 kept-back inputs cannot show .* at least 2,7\d\d"):
+        lobs.prune(model, batches, Budget(drop=0.005), progress=False)
+    with pytest.raises(LobsError, match="without evaluate it is the share of answers"):
+        Budget(drop=2.0)
+
+
+def test_held_out_inputs_give_a_guarantee_for_a_network_without_a_bound():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(12, 12), nn.LayerNorm(12), nn.Linear(12, 12)
+
+        def forward(self, x):
+            return (x + self.b(self.norm(self.a(x)).relu())).unsqueeze(2)
+
+    torch.manual_seed(0)
+    result = lobs.prune(
+        Normed(), [torch.randn(100, 12)], keep=0.5, held_out=[torch.randn(80, 12)], progress=False
+    )
+    assert result.certificate.bound is None and result.certificate.guarantee.samples == 80
+    assert not result.certificate.guarantee.answers
+    assert (
+        "The output changes by at most" in result.summary() and "No bound" not in result.summary()
+    )
