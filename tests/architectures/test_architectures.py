@@ -33,7 +33,11 @@ def cases(networks, extra=None):
     for name, make in networks.items():
         marks = [] if name in QUICK and extra is None else [pytest.mark.slow]
         if missing:
-            marks.append(pytest.mark.skip(reason=f"{extra} is not installed: pip install 'lobs[architectures]'"))
+            marks.append(
+                pytest.mark.skip(
+                    reason=f"{extra} is not installed: pip install 'lobs[architectures]'"
+                )
+            )
         yield pytest.param(name, make, id=name, marks=marks)
 
 

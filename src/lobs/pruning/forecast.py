@@ -328,5 +328,6 @@ def _refitting(probe: Probe, layers: Sequence[Layer], load: Workload) -> Iterato
     runs = 1 if load.looks is None else load.runs
     read = runs * plan.steps * plan.samples
     calls = PASSES * read * probe.batches / max(1, probe.samples)
-    seconds = PASSES * read * probe.madds * COSTS.product / 1e9 + calls * _CALL
+    each = max(_CALL, probe.forward / max(1, probe.batches))  # many small modules take their time
+    seconds = PASSES * read * probe.madds * COSTS.product / 1e9 + calls * each
     yield Stage("refit", -(-read // max(1, probe.samples)), seconds)
