@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs.solvers import solve, together
+from lobs.solvers import GreedyOBS, solve, together
 from lobs.solvers.least_squares import on_support
 from lobs.solvers.problem import Problem
 from tests.conftest import make_moment
@@ -64,3 +64,13 @@ def test_one_wide_row_ends_no_higher_from_the_greedy_alone():
     wide = Problem(torch.randn(1, 520, generator=g), make_moment(520, 1500), samples=6000)
     found, admm = (solve(wide, name, keep=0.5) for name in ("auto", "admm"))
     assert found.kept == 260 and found.error <= 1.02 * admm.error
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(1, False), (3, True)])
+def test_the_greedy_deletes_in_the_same_order(rows, bias, monkeypatch):
+    posed = problem(rows=rows, bias=bias)
+    one = GreedyOBS().path(posed)
+    monkeypatch.setattr(together, "MANY", 1000)
+    each = GreedyOBS(backend="torch").path(posed)
+    assert float((one.columns == each.columns).double().mean()) > 0.99
+    torch.testing.assert_close(one.curve, each.curve.to(one.curve), rtol=1e-3, atol=1e-6)
