@@ -361,7 +361,7 @@ class ObservedCalls:
         return undo
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward pass; a matrix that got no input is told so at its end."""
+        """Run the module's own forward pass; matrices without input are noted as empty."""
         calls = _Calls(self.observers)
         with plain_experts(self.site), calls:
             out = self.forward(*args, **kwargs)
@@ -426,7 +426,7 @@ class _Calls(TorchFunctionMode):
 def plain_experts(module: nn.Module) -> Iterator[None]:
     """Let experts of transformers multiply one expert at a time, as their own code does.
 
-    Other implementations gather copies of the weights, which cannot be told apart.
+    Other implementations gather copies of the weights, which cannot be recognised.
     """
     config = getattr(module, "config", None)
     before = getattr(config, _EXPERTS, None)

@@ -70,16 +70,14 @@ def prune(
     began = time.perf_counter()
     if not isinstance(inplace, bool):
         raise LobsError(f"inplace is {inplace!r}: True or False.")
-    check_model(model)
-    dense = folded(model)
+    dense = _plain(model, options)
     if inplace and dense is not model:
         raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
     data = fitted(dense, batches)
     asked = checked(dense, target, options, keep, data)
     other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
     with _prepared(dense, asked, progress) as log, _opened(dense, data, asked) as session:
-        asked, samples = session.options, session.calibration.samples
-        calibrated = time.perf_counter() - began
+        asked, calibrated = session.options, time.perf_counter() - began
         run, trials = _pruned(session)
         certificate, preview = run.certify(other), session.preview(run.removed())
         layers, solutions = run.results(), run.solutions()
@@ -92,7 +90,10 @@ def prune(
         layers=layers,
         certificate=certificate,
         solutions=solutions,
-        settings={"samples": samples, "calibration seconds": round(calibrated, 2)}
+        settings={
+            "samples": session.calibration.samples,
+            "calibration seconds": round(calibrated, 2),
+        }
         | _settings(asked, run, trials),
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,
@@ -101,6 +102,12 @@ def prune(
         peak_bytes=peak_bytes(),
         coverage=session.coverage,
     )
+
+
+def _plain(model: nn.Module, options: PruneOptions) -> nn.Module:
+    """Return the network, or a copy whose parametrised weights are plain ones."""
+    check_model(model)
+    return folded(model, options.get("layers"), options.get("skip", ()))
 
 
 def _pruned(session: Session) -> tuple[Run, list[Trial]]:
@@ -130,8 +137,7 @@ def forecast(
         keep: as for `prune`.
         **options: as for `prune`.
     """
-    check_model(model)
-    model = folded(model)
+    model = _plain(model, options)
     data = fitted(model, batches)
     asked = checked(model, target, options, keep, data)
     limit = asked.execution.memory_bytes

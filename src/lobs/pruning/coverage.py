@@ -57,14 +57,14 @@ def coverage(
     everything = [p for p in model.parameters() if not is_lazy(p)]
     ours = {id(t) for layer in chosen for t in layer.tensors()}
     left: dict[str, list[str]] = {}
-    told = set(ours)
+    named_already = set(ours)
     for layer in all_layers(model):
         weight = layer.weight_part.parameter(layer.module)
         if layer.name in reasons:
             left.setdefault(reasons[layer.name], []).append(layer.name)
-            told.add(id(weight))
+            named_already.add(id(weight))
     for name, parameter, owner in _matrices(model):
-        if id(parameter) not in told:
+        if id(parameter) not in named_already:
             what = EMBEDDING if isinstance(owner, nn.Embedding | nn.EmbeddingBag) else UNKNOWN
             left.setdefault(what, []).append(name)
     return Coverage(
