@@ -69,7 +69,7 @@ def _fold(module: nn.Module) -> None:
         # A copy shares its class with the network, and removing changes the class.
         own = type(module)
         module.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
-        for name in list(module.parametrizations):  # type: ignore[union-attr,arg-type]
+        for name in list(module.parametrizations):  # type: ignore[arg-type]
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     for hook in _old_hooks(module):
         remove = utils.remove_weight_norm if isinstance(hook, WeightNorm) else None

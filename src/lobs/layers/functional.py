@@ -236,10 +236,10 @@ class _Observed:
         return (self.use.site, self.use.weight.key) if self.use.routed else None
 
     def _tap_input(self, callback: OnInput) -> Undo:
-        return ObservedCalls.of(self.owner).observe(self, callback, None)  # type: ignore[arg-type]
+        return ObservedCalls.of(self.owner).observe(self, callback, None)
 
     def _tap_output(self, callback: OnOutput) -> Undo:
-        return ObservedCalls.of(self.owner).observe(self, None, callback)  # type: ignore[arg-type]
+        return ObservedCalls.of(self.owner).observe(self, None, callback)
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +323,7 @@ class FunctionalConvolutionLayer(_Observed, ConvolutionLayer):
 def functional_layer(model: nn.Module, use: Use, name: str) -> LinearLayer | ConvolutionLayer:
     """Return a use as a layer of a network."""
     view = FunctionalLinearLayer if use.settings is None else FunctionalConvolutionLayer
-    return view(name=name, module=model, root=True, use=use)  # type: ignore[arg-type]
+    return view(name=name, module=model, root=True, use=use)
 
 
 Callback = Callable[[Tensor], Any]

@@ -68,11 +68,7 @@ def prune(
         A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save()`.
     """
     began = time.perf_counter()
-    if not isinstance(inplace, bool):
-        raise LobsError(f"inplace is {inplace!r}: True or False.")
-    dense = _plain(model, options)
-    if inplace and dense is not model:
-        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    dense = _plain(model, options, inplace)
     data = fitted(dense, batches)
     asked = checked(dense, target, options, keep, data)
     other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
@@ -90,11 +86,7 @@ def prune(
         layers=layers,
         certificate=certificate,
         solutions=solutions,
-        settings={
-            "samples": session.calibration.samples,
-            "calibration seconds": round(calibrated, 2),
-        }
-        | _settings(asked, run, trials),
+        settings=_settings(session, run, trials, calibrated),
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,
         preview=preview,
@@ -104,10 +96,15 @@ def prune(
     )
 
 
-def _plain(model: nn.Module, options: PruneOptions) -> nn.Module:
+def _plain(model: nn.Module, options: PruneOptions, inplace: bool) -> nn.Module:
     """Return the network, or a copy whose parametrised weights are plain ones."""
+    if not isinstance(inplace, bool):
+        raise LobsError(f"inplace is {inplace!r}: True or False.")
     check_model(model)
-    return folded(model, options.get("layers"), options.get("skip", ()))
+    dense = folded(model, options.get("layers"), options.get("skip", ()))
+    if inplace and dense is not model:
+        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    return dense
 
 
 def _pruned(session: Session) -> tuple[Run, list[Trial]]:
@@ -137,7 +134,7 @@ def forecast(
         keep: as for `prune`.
         **options: as for `prune`.
     """
-    model = _plain(model, options)
+    model = _plain(model, options, False)
     data = fitted(model, batches)
     asked = checked(model, target, options, keep, data)
     limit = asked.execution.memory_bytes
@@ -218,10 +215,20 @@ def _forecasted(model: nn.Module, data: Batches, asked: Options) -> Forecast:
     )
 
 
-def _settings(asked: Options, run: Run, trials: list[Trial]) -> dict[str, Any]:
-    """Return what the result says of how it was made."""
+def _settings(session: Session, run: Run, trials: list[Trial], calibrated: float) -> dict[str, Any]:
+    """Return what the result says of how it was made.
+
+    Args:
+        session: what the runs shared.
+        run: the last run.
+        trials: the trials of a search for a drop.
+        calibrated: seconds until the calibration was done.
+    """
+    asked = session.options
     numerics = asked.numerics
     settings: dict[str, Any] = {
+        "samples": session.calibration.samples,
+        "calibration seconds": round(calibrated, 2),
         "target": repr(asked.target),
         "solver": repr(asked.solver),
         "inputs": asked.inputs,
