@@ -103,10 +103,15 @@ def warn_of(found: Coverage) -> None:
 
 
 def _matrices(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
-    """Yield the name, the parameter and its owner of every matrix or larger array."""
+    """Yield the name, the parameter and its owner of every matrix or larger array.
+
+    Vectors in the shape of an array, such as a class token, do not count.
+    """
     seen: set[int] = set()
     for path, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if not is_lazy(parameter) and parameter.dim() > 1 and id(parameter) not in seen:
+            if is_lazy(parameter) or parameter.numel() == max(parameter.shape, default=1):
+                continue
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{path}.{key}" if path else key, parameter, module
