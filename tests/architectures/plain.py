@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -257,7 +259,7 @@ def mlp(width=12):
 
 def conv(*channels, kernel=3, groups=1, kind=nn.Conv2d):
     parts = []
-    for a, b in zip(channels, channels[1:], strict=False):
+    for a, b in itertools.pairwise(channels):
         parts += [kind(a, b, kernel, padding=kernel // 2, groups=groups), nn.BatchNorm2d(b), nn.ReLU()]  # fmt: skip
     return nn.Sequential(*parts)
 
@@ -274,7 +276,7 @@ def separable(channels=16):
                 conv(channels, channels, groups=channels), conv(channels, channels, kernel=1)
             )
             for _ in range(2)
-        ],  # fmt: skip
+        ],
     )
 
 

@@ -28,17 +28,24 @@ def same_noise(seed: int, device: torch.device | None = None) -> Iterator[None]:
         device: where the network runs.
     """
     seed %= 2**32
-    accelerators = [device] if device is not None and device.type == "cuda" else []
     python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=accelerators):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
+    # Not torch.manual_seed: it writes down a traceback for accelerators that are not in use.
+    generators = [torch.default_generator]
+    if device is not None and device.type == "cuda":
+        number = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[number])
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def seed_of(*parts: Any) -> int:

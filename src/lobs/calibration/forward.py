@@ -16,7 +16,7 @@ from lobs.calibration.batches import Batches, remedy_for, user_code, written
 from lobs.calibration.reading import advice, as_arguments, fitting
 from lobs.errors import CalibrationError
 from lobs.layers.graph import device_of
-from lobs.layers.untouched import untouched
+from lobs.layers.untouched import buffers_kept, untouched
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -58,7 +58,7 @@ def fitted(
     """
 
     def run(batch: Any) -> None:
-        with evaluating(model):
+        with evaluating(model), buffers_kept(model):
             _run(model, batch)
 
     return fitting(model, batches, run, again=again, name=name)

@@ -10,6 +10,7 @@ from torch import nn
 from lobs._system.distributed import process_group
 from lobs.calibration.forward import call, evaluating
 from lobs.layers.discovery import open_questions
+from lobs.layers.untouched import buffers_kept
 from lobs.layers.uses import learnt, teach, watched
 
 
@@ -23,7 +24,7 @@ def learn(model: nn.Module, batches: Iterable[Any], *, always: bool = False) -> 
     """
     if learnt(model) is not None or not (always or open_questions(model)):
         return
-    with process_group().raise_together(), evaluating(model):
+    with process_group().raise_together(), buffers_kept(model), evaluating(model):
         for batch in batches:
             with watched(model):
                 call(model, batch)

@@ -73,7 +73,7 @@ def fitting(
     again: bool = True,
     name: str = "batches",
 ) -> Batches:
-    """Return batches in the form that the network takes; tell once what is left out of them.
+    """Return batches in the form that the network takes; warn once of what is left out.
 
     Where the network does not run on the first entry of a list, it is tried on the list itself.
 
@@ -109,7 +109,7 @@ class _Fitting(Batches):
     def _converted(self, batch: Any) -> Any:
         if self._whole is None:
             self._whole = self._read_whole(batch)
-            _tell_dropped(self._model, batch)
+            _warn_of_dropped(self._model, batch)
         if self._whole:
             return Signature(self._model).whole(batch)
         return as_arguments(self._model, batch)
@@ -131,7 +131,7 @@ class _Fitting(Batches):
         return True
 
 
-def _tell_dropped(model: nn.Module, batch: Any) -> None:
+def _warn_of_dropped(model: nn.Module, batch: Any) -> None:
     read = as_arguments(model, batch)
     if isinstance(batch, Mapping) and isinstance(read, Mapping) and read is not batch:
         dropped = [str(key) for key in batch if key not in read]

@@ -15,6 +15,7 @@ from lobs import zoo
 from lobs.calibration.forward import batch_size
 from lobs.deploy.shrink import fit_to
 from lobs.errors import FileError, LobsError, clipped
+from lobs.layers.folding import folded
 from lobs.storage import checkpoint
 from lobs.storage.run_store import weights_hash
 from lobs.zoo.training import error_rate
@@ -202,6 +203,8 @@ def _from_file(path: str, samples: int | None, trust: bool, typed: str | None) -
     )
     try:
         load = fit_to if saved.record.get("shrunk") else nn.Module.load_state_dict
+        if base.model.state_dict().keys() != saved.state_dict.keys():
+            base = replace(base, model=folded(base.model))  # as the file's network was
         load(base.model, saved.state_dict)
     except RuntimeError as error:
         raise FileError(

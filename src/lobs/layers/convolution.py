@@ -83,7 +83,8 @@ class WindowedLayer(Layer):
         if step > 1:
             sizes = windows.shape[2 : 2 + n]
             places = (slice(start % min(step, size), None, step) for size in sizes)
-            windows = windows[(slice(None), slice(None), *places)]
+            every: tuple[Any, ...] = (slice(None), slice(None), *places)
+            windows = windows[every]
         batch, channels, high = windows.shape[:3]
         wide = windows.shape[3 : 2 + n].numel()
         by_group = windows.unflatten(1, (g, channels // g))  # type: ignore[no-untyped-call]

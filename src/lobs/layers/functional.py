@@ -236,10 +236,10 @@ class _Observed:
         return (self.use.site, self.use.weight.key) if self.use.routed else None
 
     def _tap_input(self, callback: OnInput) -> Undo:
-        return ObservedCalls.of(self.owner).observe(self, callback, None)  # type: ignore[arg-type]
+        return ObservedCalls.of(self.owner).observe(self, callback, None)
 
     def _tap_output(self, callback: OnOutput) -> Undo:
-        return ObservedCalls.of(self.owner).observe(self, None, callback)  # type: ignore[arg-type]
+        return ObservedCalls.of(self.owner).observe(self, None, callback)
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,7 +323,7 @@ class FunctionalConvolutionLayer(_Observed, ConvolutionLayer):
 def functional_layer(model: nn.Module, use: Use, name: str) -> LinearLayer | ConvolutionLayer:
     """Return a use as a layer of a network."""
     view = FunctionalLinearLayer if use.settings is None else FunctionalConvolutionLayer
-    return view(name=name, module=model, root=True, use=use)  # type: ignore[arg-type]
+    return view(name=name, module=model, root=True, use=use)
 
 
 Callback = Callable[[Tensor], Any]
@@ -361,7 +361,7 @@ class ObservedCalls:
         return undo
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward pass; a matrix that got no input is told so at its end."""
+        """Run the module's own forward pass; matrices without input are noted as empty."""
         calls = _Calls(self.observers)
         with plain_experts(self.site), calls:
             out = self.forward(*args, **kwargs)
@@ -426,7 +426,7 @@ class _Calls(TorchFunctionMode):
 def plain_experts(module: nn.Module) -> Iterator[None]:
     """Let experts of transformers multiply one expert at a time, as their own code does.
 
-    Other implementations gather copies of the weights, which cannot be told apart.
+    Other implementations gather copies of the weights, which cannot be recognised.
     """
     config = getattr(module, "config", None)
     before = getattr(config, _EXPERTS, None)

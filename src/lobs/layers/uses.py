@@ -1,6 +1,6 @@
 """Learn how a network uses its weights, by watching one forward pass.
 
-A module's class does not always tell: subclasses compute in their own way, and weights are used
+A module's class does not always show it: subclasses compute in their own way, and weights are used
 through functions. What is learnt holds for the network and its copies; it is kept beside them, not
 in them.
 """
@@ -86,7 +86,7 @@ class _Recorder(TorchFunctionMode):
         self.others: dict[str, str] = {}
 
     def hooks(self, model: nn.Module) -> Iterator[Removable]:
-        """Yield hooks that tell which module's forward pass runs."""
+        """Yield hooks that record which module's forward pass runs."""
 
         def enter(path: str, *_: Any) -> None:
             self.inside.append(path)
@@ -103,12 +103,12 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        found, told = self._multiplied(products(func, args, kwargs)), set[int]()
+        found, known = self._multiplied(products(func, args, kwargs)), set[int]()
         for use, tensors in found:
             self.uses[use] = None
-            told |= tensors
+            known |= tensors
         out = func(*args, **kwargs)
-        self._note_others(func, (args, kwargs), out, told)
+        self._note_others(func, (args, kwargs), out, known)
         return out
 
     def _multiplied(self, called: Sequence[Product]) -> list[tuple[Use, set[int]]]:
@@ -131,12 +131,12 @@ class _Recorder(TorchFunctionMode):
                 return Place(name, *at[:2])
         return None
 
-    def _note_others(self, func: Any, given: Any, out: Any, told: set[int]) -> None:
+    def _note_others(self, func: Any, given: Any, out: Any, known: set[int]) -> None:
         """Note parameters that a function computes with, other than as the weight of a product."""
         results = [x for x in _pytree.tree_leaves(out) if isinstance(x, Tensor)]
         made = {_memory(x) for x in results}
         for x in _pytree.tree_leaves(given):
-            if not isinstance(x, Tensor) or id(x) in told or -_memory(x) in told:
+            if not isinstance(x, Tensor) or id(x) in known or -_memory(x) in known:
                 continue
             for name, whole in self.memory.get(_memory(x), ()):
                 if whole.dim() > 1 and results and _memory(x) not in made:

@@ -71,15 +71,14 @@ def prune(
         A `PruningResult`: `.model`, `.masks`, `.layers`, `.certificate`, `.summary()`, `.save()`.
     """
     began = time.perf_counter()
-    dense = _dense(model, inplace)
+    dense = _plain(model, options, inplace)
     data = fitted(dense, batches)
     asked = checked(dense, target, options, keep, data)
     other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
     data, choosing, other, kept_for = _kept_back(asked, data, other)
     with _prepared(dense, asked, progress) as log, _opened(dense, data, asked) as session:
         session.choosing = choosing
-        asked, samples = session.options, session.calibration.samples
-        calibrated = time.perf_counter() - began
+        asked, calibrated = session.options, time.perf_counter() - began
         run, trials = _pruned(session)
         certificate, preview = run.certify(other), session.preview(run.removed())
         layers, solutions = run.results(), run.solutions()
@@ -92,8 +91,7 @@ def prune(
         layers=layers,
         certificate=certificate,
         solutions=solutions,
-        settings={"samples": samples, "calibration seconds": round(calibrated, 2), **kept_for}
-        | _settings(asked, run, trials),
+        settings=_settings(session, run, trials, calibrated) | kept_for,
         seconds=time.perf_counter() - began,
         batch_norm=run.norms,
         preview=preview,
@@ -103,23 +101,23 @@ def prune(
     )
 
 
+def _plain(model: nn.Module, options: PruneOptions, inplace: bool) -> nn.Module:
+    """Return the network, or a copy whose parametrised weights are plain ones."""
+    if not isinstance(inplace, bool):
+        raise LobsError(f"inplace is {inplace!r}: True or False.")
+    check_model(model)
+    dense = folded(model, options.get("layers"), options.get("skip", ()))
+    if inplace and dense is not model:
+        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    return dense
+
+
 def _pruned(session: Session) -> tuple[Run, list[Trial]]:
     """Return the last run of a session, and the trials where a drop was searched for."""
     target = session.options.target
     if isinstance(target, Budget) and target.drop is not None:
         return search_drop(session)
     return run_rounds(session), []
-
-
-def _dense(model: nn.Module, inplace: bool) -> nn.Module:
-    """Return the network with parametrised weights folded; refuse what cannot be written."""
-    if not isinstance(inplace, bool):
-        raise LobsError(f"inplace is {inplace!r}: True or False.")
-    check_model(model)
-    dense = folded(model)
-    if inplace and dense is not model:
-        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
-    return dense
 
 
 def _kept_back(
@@ -153,8 +151,7 @@ def forecast(
         keep: as for `prune`.
         **options: as for `prune`.
     """
-    check_model(model)
-    model = folded(model)
+    model = _plain(model, options, False)
     data = fitted(model, batches)
     asked = checked(model, target, options, keep, data)
     limit = asked.execution.memory_bytes
@@ -237,10 +234,20 @@ def _forecasted(model: nn.Module, data: Batches, asked: Options) -> Forecast:
     )
 
 
-def _settings(asked: Options, run: Run, trials: list[Trial]) -> dict[str, Any]:
-    """Return what the result says of how it was made."""
+def _settings(session: Session, run: Run, trials: list[Trial], calibrated: float) -> dict[str, Any]:
+    """Return what the result says of how it was made.
+
+    Args:
+        session: what the runs shared.
+        run: the last run.
+        trials: the trials of a search for a drop.
+        calibrated: seconds until the calibration was done.
+    """
+    asked = session.options
     numerics = asked.numerics
     settings: dict[str, Any] = {
+        "samples": session.calibration.samples,
+        "calibration seconds": round(calibrated, 2),
         "target": repr(asked.target),
         "solver": repr(asked.solver),
         "inputs": asked.inputs,

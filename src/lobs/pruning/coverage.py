@@ -57,14 +57,14 @@ def coverage(
     everything = [p for p in model.parameters() if not is_lazy(p)]
     ours = {id(t) for layer in chosen for t in layer.tensors()}
     left: dict[str, list[str]] = {}
-    told = set(ours)
+    named_already = set(ours)
     for layer in all_layers(model):
         weight = layer.weight_part.parameter(layer.module)
         if layer.name in reasons:
             left.setdefault(reasons[layer.name], []).append(layer.name)
-            told.add(id(weight))
+            named_already.add(id(weight))
     for name, parameter, owner in _matrices(model):
-        if id(parameter) not in told:
+        if id(parameter) not in named_already:
             what = EMBEDDING if isinstance(owner, nn.Embedding | nn.EmbeddingBag) else UNKNOWN
             left.setdefault(what, []).append(name)
     return Coverage(
@@ -103,10 +103,15 @@ def warn_of(found: Coverage) -> None:
 
 
 def _matrices(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
-    """Yield the name, the parameter and its owner of every matrix or larger array."""
+    """Yield the name, the parameter and its owner of every matrix or larger array.
+
+    Vectors in the shape of an array, such as a class token, do not count.
+    """
     seen: set[int] = set()
     for path, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if not is_lazy(parameter) and parameter.dim() > 1 and id(parameter) not in seen:
+            if is_lazy(parameter) or parameter.numel() == max(parameter.shape, default=1):
+                continue
+            if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield f"{path}.{key}" if path else key, parameter, module

@@ -33,6 +33,7 @@ _ROWS = 2**28  # bytes of the rows that are processed together
 _SLACK = 1.02  # relative error of a forecast of memory
 _MARGIN = 1.03  # factor on the memory that a message recommends
 _CALL = 2e-4  # seconds that a call of a small network takes, whatever it computes
+_MODULE = 5e-5  # seconds that a call of one module takes
 _KEPT = 0.1  # kept share of a layer that is assumed where the target does not set it
 
 
@@ -305,7 +306,7 @@ def _stages(
         if by_blocks and candidates(model):
             yield from _refitting_blocks(load, forward)
         else:
-            yield from _refitting(probe, layers, load)
+            yield from _refitting(probe, layers, load, sum(1 for _ in model.modules()))
     if load.batch_norm and find_norms(model):
         # Both networks, the pruned one with new statistics, then both with these.
         yield Stage("batch norm", 5 * walks, 5 * walks * forward)
@@ -326,8 +327,17 @@ def _refitting_blocks(load: Workload, forward: float) -> Iterator[Stage]:
         yield Stage("refit network", passes, 4 * passes * forward)
 
 
-def _refitting(probe: Probe, layers: Sequence[Layer], load: Workload) -> Iterator[Stage]:
-    """Predict the joint refit. The number of weights left comes from the target if it tells."""
+def _refitting(
+    probe: Probe, layers: Sequence[Layer], load: Workload, modules: int
+) -> Iterator[Stage]:
+    """Predict the joint refit. The number of weights left comes from the target if it says it.
+
+    Args:
+        probe: what one batch has shown.
+        layers: the layers.
+        load: what the run does.
+        modules: the network's number of modules.
+    """
     left = 0.0
     for layer in layers:
         match for_layer(load.target, layer.name):
@@ -345,5 +355,6 @@ def _refitting(probe: Probe, layers: Sequence[Layer], load: Workload) -> Iterato
     runs = 1 if load.looks is None else load.runs
     read = runs * plan.steps * plan.samples
     calls = PASSES * read * probe.batches / max(1, probe.samples)
-    seconds = PASSES * read * probe.madds * COSTS.product / 1e9 + calls * _CALL
+    each = max(_CALL, _MODULE * modules)
+    seconds = PASSES * read * probe.madds * COSTS.product / 1e9 + calls * each
     yield Stage("refit", -(-read // max(1, probe.samples)), seconds)

@@ -50,6 +50,8 @@ class AutoPolicy:
         sparse: kept share below which swaps gain that much anyway.
         rescue_time: time for other starts of a hard layer, in multiples of the rivals' time.
         rescue_seconds: seconds for the greedy as another start, at most.
+        few_rows: rows up to which a wide layer is solved from the greedy alone.
+        wide_columns: columns from which it counts as wide.
         lossless: share of the layer's energy. With a smaller error no other start is tried.
     """
 
@@ -68,6 +70,8 @@ class AutoPolicy:
     sparse: float = 0.08
     rescue_time: float = 10
     rescue_seconds: float = 60.0
+    few_rows: int = 4
+    wide_columns: int = 512
     lossless: float = 1e-9
 
 
@@ -119,6 +123,9 @@ class Auto:
             return ColumnSweep()(problem, target)
         count = target.count(problem.prunable)
         kept = problem.weight.numel() - count
+        if _few_wide_rows(problem.shape):
+            rounds = _rounds(problem, kept, GreedyOBS().seconds(problem.shape))
+            return self._from_support(problem, rounds, GreedyOBS().path(problem).mask_at(count))[0]
         share, hard = kept / max(1, problem.weight.numel()), _replaceable(problem, count)
         start = self._first_start(problem, kept, share, hard)
         rounds = _rounds(problem, kept, start.seconds(problem.shape))
@@ -189,6 +196,13 @@ def bytes_of(solver: Solver, shape: ProblemShape) -> int:
     """Return a solver's estimate of its memory; one without an estimate counts as most do."""
     count: int = solver.bytes(shape) if hasattr(solver, "bytes") else shape.solving_bytes
     return count
+
+
+def _few_wide_rows(shape: ProblemShape) -> bool:
+    """Return whether the greedy takes much less time than ADMM, which inverts d×d matrices."""
+    affordable = shape.context.affords(GreedyOBS().search_bytes(shape))
+    few = shape.groups * shape.rows <= POLICY.few_rows and shape.columns >= POLICY.wide_columns
+    return few and affordable and not shape.single_copy
 
 
 def _agreed(problem: Problem, opinion: bool) -> bool:

@@ -12,7 +12,7 @@ from lobs.targets import Target
 class CostModel:
     """Measured speeds on two cores, fitted by `python -m benchmarks.rivals --costs`.
 
-    All but `group_swaps` are seconds per 10⁹ multiply-adds. Choices depend on their ratios only.
+    All but the last two are seconds per 10⁹ multiply-adds. Choices depend on their ratios only.
 
     Args:
         greedy: downdates of the greedy's inverses.
@@ -22,6 +22,7 @@ class CostModel:
         decomposition: an eigendecomposition, per 10⁹ d³; rival solvers begin with one.
         group_swaps: swaps within N:M groups, in multiples of the greedy's time on the same layer
             (`benchmarks.patterns`).
+        group: seconds that each group of a layer takes, however narrow (`benchmarks.depthwise`).
     """
 
     greedy: float = 0.024
@@ -30,6 +31,7 @@ class CostModel:
     blocks: float = 0.25
     decomposition: float = 0.1
     group_swaps: int = 3
+    group: float = 1e-3
 
 
 COSTS = CostModel()

@@ -22,6 +22,7 @@ from lobs.solvers.metric import Metric
 from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution
+from lobs.solvers.together import greedy_together, is_narrow
 from lobs.targets import ErrorBudget, Pattern, Target
 
 
@@ -129,6 +130,13 @@ class GreedyOBS:
     def path(self, problem: Problem) -> DeletionPath:
         """Delete all weights and return the order and loss of every deletion."""
         columns, losses = [], []
+        shape = len(problem.metrics), *problem.weight.shape[-2:]
+        if is_narrow(*shape):
+            inverses = torch.stack([metric.inverse for metric in problem.metrics])
+            scales = torch.stack([metric.scale for metric in problem.metrics]).unsqueeze(1)
+            scaled = problem.weight.view(shape).to(scales) * scales
+            order, loss = greedy_together(inverses, scaled, problem.protected)
+            return DeletionPath(problem, problem.metrics, order, loss)
         for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
             order, loss = self._sweep(problem, metric, weight)
             columns.append(order)

@@ -9,7 +9,7 @@ import torch
 from lobs.errors import SolverError
 from lobs.solvers.admm import ADMM
 from lobs.solvers.column_sweep import ColumnSweep
-from lobs.solvers.costs import ProblemShape
+from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.least_squares import on_support, weighted_error
 from lobs.solvers.local_search import swap
 from lobs.solvers.patterns import pattern_solver
@@ -82,7 +82,7 @@ def search_seconds(shape: ProblemShape) -> float:
         return pattern_solver(shape.target).seconds(shape)
     if not shape.context.affords(ADMM().search_bytes(shape)):
         return ColumnSweep().seconds(shape)
-    return 2 * ADMM().seconds(shape)
+    return 2 * ADMM().seconds(shape) + COSTS.group * shape.groups
 
 
 def _same_support(problem: Problem, found: Solution) -> Solution:

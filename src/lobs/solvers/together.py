@@ -77,6 +77,38 @@ def swap_together(
     return found, values, float((gained * importance.flatten().to(gained)).sum())
 
 
+def greedy_together(inverse: Tensor, weight: Tensor, protected: int) -> tuple[Tensor, Tensor]:
+    """Delete the weights of every row greedily, the cheapest first, and refit after each.
+
+    Returns the columns in the order in which each row loses them, and the loss of each deletion,
+    both (groups, rows, columns that are not protected).
+
+    Args:
+        inverse: inverses of the moments, (groups, d, d).
+        weight: weights, (groups, rows, d).
+        protected: trailing columns that stay.
+    """
+    groups, rows, d = weight.shape
+    a = inverse.unsqueeze(1).expand(groups, rows, d, d).reshape(-1, d, d).clone()
+    w, each = weight.reshape(-1, d).clone(), torch.arange(groups * rows, device=weight.device)
+    gone = torch.zeros_like(w, dtype=torch.bool)
+    gone[:, d - protected :] = True
+    order, losses = [], []
+    for _ in range(d - protected):
+        diagonal = a.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(a.dtype).tiny)
+        cost = torch.where(gone, torch.inf, w.square() / diagonal)
+        loss, q = cost.min(dim=1)
+        line, pivot = a[each, q], diagonal[each, q].unsqueeze(1)
+        w = w - w[each, q].unsqueeze(1) / pivot * line
+        a -= (line / pivot).unsqueeze(2) * line.unsqueeze(1)
+        gone[each, q] = True
+        order.append(q)
+        losses.append(loss)
+    shape = (groups, rows, d - protected)
+    found = torch.stack(order, dim=1), torch.stack(losses, dim=1)
+    return found[0].to(torch.int32).view(shape), found[1].view(shape)
+
+
 def fit_together(metrics: Sequence[Metric], weight: Tensor, mask: Tensor) -> Tensor:
     """Return the best weights on a support, for the rows of all groups at once.
 
