@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.threads import workers
-from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one, convolve
+from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one
+from lobs.deploy.accelerate.native import PlaneMatrix, add_planes, block_of
+from lobs.layers.discovery import as_layer
 
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 # An engine runs for inputs up to this factor larger or smaller than the measured one.
@@ -106,13 +108,18 @@ def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
     return starts, np.nonzero(there)[1].astype(np.uint32), dense[there].astype(np.float32)
 
 
-def bias_of(layer: nn.Linear | nn.Conv2d) -> Any:
+def weight_matrix(layer: nn.Module) -> Tensor:
+    """Return a layer's weight with a row for each output."""
+    view = as_layer("", layer)
+    assert view is not None
+    return view.unfolded(view.weight.detach()).flatten(0, 1)
+
+
+def bias_of(layer: nn.Module) -> Any:
     """Return a layer's bias, or zeros if it has none."""
-    return (
-        np.zeros(len(layer.weight), np.float32)
-        if layer.bias is None
-        else layer.bias.detach().numpy().copy()
-    )
+    if layer.bias is None:
+        return np.zeros(len(weight_matrix(layer)), np.float32)
+    return layer.bias.detach().numpy().copy()  # type: ignore[operator]
 
 
 class ChainEngine(Engine):
@@ -182,7 +189,9 @@ class ConvEngine(Engine):
     def prepare(self) -> None:
         """Collect the rows of weights. Offsets of their planes are computed once per image size."""
         conv = self.layers[0]
-        self.starts, self.flat, self.values = rows_of(conv.weight.reshape(len(conv.weight), -1))
+        weight = conv.weight.detach().flatten(1)
+        block = block_of(weight) if conv.groups == 1 else 1
+        self.matrix = PlaneMatrix.pack(weight, block)
         self.bias = bias_of(conv)
         self.placed: dict[tuple[int, int], Any] = {}
 
@@ -217,11 +226,15 @@ class ConvEngine(Engine):
             )
             phases = image.reshape(*image.shape[:2], tall, sh, broad, sw)
             image = phases.permute(0, 1, 3, 5, 2, 4)
-        planes = image.reshape(len(image), -1).contiguous().numpy()
-        out = np.empty((len(planes), len(self.bias), high, wide), np.float32)
-        arrays = (self.starts, self._offsets(tall, broad), self.values, self.bias, broad)
-        spread(convolve, planes, arrays, out, step=1)
-        answer = torch.from_numpy(out)
+        image = image.contiguous()
+        out = torch.empty(len(image), len(self.bias), high, broad)
+        places, span = self._offsets(tall, broad), (high - 1) * broad + wide
+        for planes, sums in zip(image, out, strict=True):
+            add_planes(
+                self.matrix, planes, sums.flatten(1), self.bias, span=span, apart=1, places=places
+            )
+        # Pixels at the ends of lines belong to no output.
+        answer = out if broad == wide else out[..., :wide].contiguous()
         return answer if x.dim() == 4 else answer.squeeze(0)
 
     def _offsets(self, tall: int, broad: int) -> Any:
@@ -235,13 +248,13 @@ class ConvEngine(Engine):
         conv = self.layers[0]
         (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
         per = conv.in_channels // conv.groups
-        position = self.flat.astype(np.int64)
+        position = self.matrix.columns.astype(np.int64)
         channel, y, x = position // (kh * kw), position // kw % kh * dh, position % kw * dw
-        group = np.repeat(np.arange(len(self.bias)), np.diff(self.starts)) // (
-            len(self.bias) // conv.groups
-        )
+        weights = np.diff(self.matrix.starts)
+        row = np.repeat(np.arange(len(weights)), weights) * self.matrix.block
+        group = row // (len(self.bias) // conv.groups)
         plane = ((group * per + channel) * sh + y % sh) * sw + x % sw
-        return (plane * tall * broad + y // sh * broad + x // sw).astype(np.int64)
+        return (plane * tall * broad + y // sh * broad + x // sw).astype(np.uint32)
 
 
 def _version(tensor: Tensor) -> int:
