@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
@@ -43,7 +42,7 @@ def test_bit_masks_of_every_storage_and_shape(form, storage):
     for rows, columns, samples, keep in shapes:
         weight = sparse_matrix(rows, columns, keep)
         weight[-1] = 0 if columns == 15 else weight[-1]
-        matrix, bias = BitMatrix.pack(weight, storage), np.random.randn(rows).astype(np.float32)
+        matrix, bias = BitMatrix.pack(weight, storage), torch.randn(rows)
         assert torch.equal(matrix.dense(form=form), rounded(weight, storage))
         assert torch.equal(
             matrix.dense(rows // 2, rows, form), rounded(weight, storage)[rows // 2 :]
@@ -85,10 +84,10 @@ def test_rounding_is_near_and_final(storage):
 def test_planes_of_every_length(form, block):
     for columns, span, keep in itertools.product((1, 37), (1, 15, 16, 17, 49, 300), (0, 0.3, 1)):
         weight = sparse_matrix(8, columns, keep, block)
-        matrix, bias = PlaneMatrix.pack(weight, block), np.random.randn(8).astype(np.float32)
+        matrix, bias = PlaneMatrix.pack(weight, block), torch.randn(8)
         x, out = torch.randn(columns, span), torch.full((8, span + 5), 7.0)
         add_planes(matrix, x, out, bias, span=span, apart=span, form=form)
-        assert close(out[:, :span], weight @ x + torch.from_numpy(bias).unsqueeze(1))
+        assert close(out[:, :span], weight @ x + bias.unsqueeze(1))
         assert bool((out[:, span:] == 7).all())  # nothing is written beyond the span
 
 
@@ -114,7 +113,7 @@ def test_two_threads_compute_the_same():
         for count in (1, 2):
             torch.set_num_threads(count)
             out, wide = torch.empty(901, 96), torch.randn(1500, 96, generator=torch.manual_seed(0))
-            add_planes(planes, wide, out, np.zeros(901, np.float32), span=96, apart=96)
+            add_planes(planes, wide, out, torch.zeros(901), span=96, apart=96)
             answers.append((multiply(matrix, x), out, matrix.dense(), turned(weight)))
     finally:
         torch.set_num_threads(threads)

@@ -30,28 +30,14 @@ class Engine(ABC):
 
     name = "engine"
 
-    def __init__(self, layers: Sequence[nn.Linear | nn.Conv2d], example: Tensor) -> None:
-        self.layers = list(layers)
+    def __init__(self, layers: Sequence[nn.Module], example: Tensor) -> None:
+        self.layers: list[Any] = list(layers)
         self.least, self.most = example.numel() // _NEAR, example.numel() * _NEAR
         self.refresh()
 
     def takes(self, x: Tensor) -> bool:
         """Return whether the engine may compute this input. If not, dense torch does."""
-        if (
-            type(x) is not Tensor
-            or x.dtype is not torch.float32
-            or not x.is_cpu
-            or not self.least <= x.numel() <= self.most
-        ):
-            return False
-        if (
-            torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling()
-            or _tracing()
-            or _transformed()
-        ):
-            return False
-        if not self.fits(x):
+        if not ordinary(x) or not self.least <= x.numel() <= self.most or not self.fits(x):
             return False
         if torch.is_grad_enabled() and (
             x.requires_grad or any(tensor.requires_grad for _, _, tensor in self.watched)
@@ -60,14 +46,14 @@ class Engine(ABC):
         for layer in self.layers:
             if layer.training:
                 return False
-        version = 0
+        changes = 0
         # Dictionaries, because a module's attribute look-up takes longer than a small layer.
         for slots, key, tensor in self.watched:
             if slots[key] is not tensor:
                 self.refresh()
                 return True
-            version += _version(tensor)
-        if version != self.version:
+            changes += version(tensor)
+        if changes != self.version:
             self.refresh()
         return True
 
@@ -83,10 +69,14 @@ class Engine(ABC):
             for key in ("weight", "bias")
             if (tensor := layer._parameters[key]) is not None
         ]
-        self.version = sum(_version(tensor) for _, _, tensor in self.watched)
+        self.version = sum(version(tensor) for _, _, tensor in self.watched)
         self.prepare()
 
-    def attach(self, layers: Sequence[nn.Linear | nn.Conv2d]) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy. Its tensors count their changes anew, so it must refresh."""
+        return {**self.__dict__, "version": -1}
+
+    def attach(self, layers: Sequence[nn.Module]) -> None:
         """Watch other modules that hold the same parameters."""
         self.layers = list(layers)
         self.refresh()
@@ -98,6 +88,19 @@ class Engine(ABC):
     @abstractmethod
     def run(self, x: Tensor) -> Tensor:
         """Return the layers' output."""
+
+
+def ordinary(x: Tensor) -> bool:
+    """Return whether an input is a float32 tensor on the CPU that nothing but a call looks at."""
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not _tracing()
+        and not _transformed()
+    )
 
 
 def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
@@ -184,7 +187,6 @@ class ConvEngine(Engine):
     """Compute a convolution by its non-zero weights: shifted planes times numbers."""
 
     name = "compiled"
-    layers: list[nn.Conv2d]  # type: ignore[assignment]
 
     def prepare(self) -> None:
         """Collect the rows of weights. Offsets of their planes are computed once per image size."""
@@ -192,8 +194,8 @@ class ConvEngine(Engine):
         weight = conv.weight.detach().flatten(1)
         block = block_of(weight) if conv.groups == 1 else 1
         self.matrix = PlaneMatrix.pack(weight, block)
-        self.bias = bias_of(conv)
-        self.placed: dict[tuple[int, int], Any] = {}
+        self.bias = torch.from_numpy(bias_of(conv))
+        self.placed: dict[tuple[int, int], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
         """Return whether the input is one or more images with the right channels, large enough."""
@@ -237,27 +239,26 @@ class ConvEngine(Engine):
         answer = out if broad == wide else out[..., :wide].contiguous()
         return answer if x.dim() == 4 else answer.squeeze(0)
 
-    def _offsets(self, tall: int, broad: int) -> Any:
+    def _offsets(self, tall: int, broad: int) -> Tensor:
         if (tall, broad) not in self.placed:
             if len(self.placed) > _OFFSET_TABLES:  # images of ever new sizes must not fill memory
                 self.placed.clear()
             self.placed[tall, broad] = self._place(tall, broad)
         return self.placed[tall, broad]
 
-    def _place(self, tall: int, broad: int) -> Any:
+    def _place(self, tall: int, broad: int) -> Tensor:
         conv = self.layers[0]
         (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
         per = conv.in_channels // conv.groups
-        position = self.matrix.columns.astype(np.int64)
+        position = self.matrix.columns.numpy().astype(np.int64)
         channel, y, x = position // (kh * kw), position // kw % kh * dh, position % kw * dw
-        weights = np.diff(self.matrix.starts)
-        row = np.repeat(np.arange(len(weights)), weights) * self.matrix.block
-        group = row // (len(self.bias) // conv.groups)
+        group = self.matrix.owners() * self.matrix.block // (len(self.bias) // conv.groups)
         plane = ((group * per + channel) * sh + y % sh) * sw + x % sw
-        return (plane * tall * broad + y // sh * broad + x // sw).astype(np.uint32)
+        place = plane * tall * broad + y // sh * broad + x // sw
+        return torch.from_numpy(place.astype(np.int32))
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """Return a tensor's count of in-place changes. Inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -39,10 +39,10 @@ class BitMatrix:
 
     shape: tuple[int, int]
     storage: Storage
-    values: Any
-    masks: Any
-    starts: Any
-    scales: Any = None
+    values: Tensor
+    masks: Tensor
+    starts: Tensor
+    scales: Tensor | None = None
 
     @classmethod
     def pack(cls, weight: Tensor, storage: Storage = "float32") -> BitMatrix:
@@ -62,13 +62,15 @@ class BitMatrix:
         kept = codes[torch.from_numpy(there)]
         packed = _nibbles(kept) if storage == "int4" else kept.view(torch.uint8)
         values = np.concatenate([packed.numpy(), np.zeros(_BEYOND, np.uint8)])
-        return cls((rows, columns), storage, values, bits.view("<u8"), starts, scales)
+        masks = torch.from_numpy(bits.view("<i8"))
+        numbers, first = torch.from_numpy(values), torch.from_numpy(starts)
+        return cls((rows, columns), storage, numbers, masks, first, scales)
 
     @property
     def nbytes(self) -> int:
         """Number of bytes of all arrays."""
-        scales = 0 if self.scales is None else int(self.scales.nbytes)
-        return int(self.values.nbytes + self.masks.nbytes + self.starts.nbytes) + scales
+        arrays = (self.values, self.masks, self.starts, self.scales)
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def dense(self, first: int = 0, last: int | None = None, form: Form | None = None) -> Tensor:
         """Return rows `first` to `last` (exclusive) as a dense float32 matrix.
@@ -87,12 +89,15 @@ class BitMatrix:
             _dense_kernel(self.storage, form or this_form())(count, job, threads)
         return out[:, : self.shape[1]]
 
-    def _addresses(self, first: int) -> list[int]:
+    def _addresses(self, first: int) -> tuple[int, int, int, int]:
         """Return the addresses of values, masks, starts and scales, those of row `first` on."""
-        scales = _zeros(self.shape[0]) if self.scales is None else self.scales
-        return [self.values.ctypes.data] + [
-            a.ctypes.data + first * a.strides[0] for a in (self.masks, self.starts, scales)
-        ]
+        masks, starts, scales = self.masks, self.starts, self.scales
+        return (
+            self.values.data_ptr(),
+            masks.data_ptr() + 8 * first * masks.shape[1],
+            starts.data_ptr() + 8 * first,
+            (starts if scales is None else scales).data_ptr() + 4 * first,
+        )
 
 
 def rounded(weight: Tensor, storage: Storage) -> Tensor:
@@ -106,14 +111,14 @@ def rounded(weight: Tensor, storage: Storage) -> Tensor:
     """
     codes, scales = _coded(weight.detach().flatten(1), storage)
     out = codes.float()
-    out = out if scales is None else out * torch.from_numpy(scales).unsqueeze(1)
+    out = out if scales is None else out * scales.unsqueeze(1)
     return out.reshape(weight.shape)
 
 
 def multiply(
     matrix: BitMatrix,
     x: Tensor,
-    bias: Any = None,
+    bias: Tensor | None = None,
     rows: tuple[int, int] | None = None,
     form: Form | None = None,
 ) -> Tensor:
@@ -122,7 +127,7 @@ def multiply(
     Args:
         matrix: W.
         x: (samples, columns), float32.
-        bias: an array of float32, one number for every row of W.
+        bias: float32, one number for every row of W.
         rows: the first row to compute, and the row after the last; all by default.
         form: the instructions to use; by default the best that this processor has.
     """
@@ -135,7 +140,7 @@ def multiply(
         x = padded
     out = torch.empty(samples, count)
     if out.numel():
-        begin = (_zeros(matrix.shape[0]) if bias is None else bias).ctypes.data + 4 * first
+        begin = (_zeros(matrix.shape[0]) if bias is None else bias).data_ptr() + 4 * first
         job = [*matrix._addresses(first), begin, x.data_ptr(), out.data_ptr()]
         job += [words, x.stride(0), count]
         kernel = _kernel(matrix.storage, samples, form or this_form())
@@ -143,22 +148,21 @@ def multiply(
     return out
 
 
-def reference(matrix: BitMatrix, x: Tensor, bias: Any = None) -> Tensor:
+def reference(matrix: BitMatrix, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `multiply` returns, computed by torch.
 
     Args:
         matrix: W.
         x: (samples, columns).
-        bias: an array of float32, one number a row.
+        bias: float32, one number a row.
     """
-    bits = np.unpackbits(matrix.masks.view(np.uint8), axis=1, bitorder="little")
+    bits = np.unpackbits(matrix.masks.numpy().view(np.uint8), axis=1, bitorder="little")
     there = torch.from_numpy(bits[:, : matrix.shape[1]]).bool()
     kept = _decoded(matrix.values, matrix.storage, int(there.sum()))
     dense = torch.zeros(there.shape).masked_scatter_(there, kept)
     if matrix.scales is not None:
-        dense *= torch.from_numpy(matrix.scales).unsqueeze(1)
-    extra = None if bias is None else torch.from_numpy(bias)
-    return torch.nn.functional.linear(x, dense, extra)
+        dense *= matrix.scales.unsqueeze(1)
+    return torch.nn.functional.linear(x, dense, bias)
 
 
 def _threads(words: int) -> int:
@@ -176,17 +180,17 @@ def _kernel(storage: Storage, samples: int, form: Form) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def _zeros(rows: int) -> Any:
-    return np.zeros(rows, np.float32)
+def _zeros(rows: int) -> Tensor:
+    return torch.zeros(rows)
 
 
-def _coded(weight: Tensor, storage: Storage) -> tuple[Tensor, Any]:
+def _coded(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor | None]:
     """Return the numbers to store, and the scale of each row where they are integers."""
     if storage not in _LARGEST:
         return weight.to(getattr(torch, storage)), None
     most = weight.abs().amax(dim=1) if weight.numel() else weight.new_zeros(len(weight))
     scales = torch.where(most > 0, most / _LARGEST[storage], 1.0)
-    return (weight / scales.unsqueeze(1)).round().to(torch.int8), scales.numpy()
+    return (weight / scales.unsqueeze(1)).round().to(torch.int8), scales
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -195,11 +199,10 @@ def _nibbles(codes: Tensor) -> Tensor:
     return even[::2] | (even[1::2] << 4)
 
 
-def _decoded(values: Any, storage: Storage, count: int) -> Tensor:
+def _decoded(values: Tensor, storage: Storage, count: int) -> Tensor:
     """Return the first `count` stored numbers as float32."""
     if storage == "int4":
-        raw = torch.from_numpy(values)
-        both = torch.stack([raw & 15, raw >> 4], dim=1).flatten()[:count]
+        both = torch.stack([values & 15, values >> 4], dim=1).flatten()[:count]
         return (both.to(torch.int8) ^ 8).float() - 8
     kind = getattr(torch, storage)
-    return torch.from_numpy(values[: count * kind.itemsize]).view(kind).float()
+    return values[: count * kind.itemsize].view(kind).float()

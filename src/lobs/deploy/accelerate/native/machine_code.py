@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from functools import lru_cache
+from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import llvmlite.binding as llvm
@@ -84,7 +85,7 @@ class Kernel:
             job: what the kernel reads, after the number of rows.
             threads: number of threads.
         """
-        block = (ctypes.c_int64 * (1 + len(job)))(rows, *job)
+        block = _pack(len(job))(rows, *job)
         if threads < 2:
             self._span(block, 0, rows)
         elif (pool := _openmp()) and not _forked:
@@ -97,7 +98,12 @@ class Kernel:
             wait(jobs)
 
 
-@lru_cache
+@cache
+def _pack(fields: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{fields + 1}q").pack
+
+
+@cache
 def this_form() -> Form:
     """Return the best form that this processor can run."""
     features = llvm.get_host_cpu_features()
@@ -118,7 +124,7 @@ def _machine(form: Form) -> Any:
     return target.create_target_machine(features=",".join(f"+{f}" for f in _NEEDS[form]), opt=3)
 
 
-@lru_cache
+@cache
 def _openmp() -> Callable[..., None] | None:
     """Return `GOMP_parallel` of the OpenMP library that torch has loaded; None if there is none."""
     try:

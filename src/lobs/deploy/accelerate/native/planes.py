@@ -31,9 +31,9 @@ class PlaneMatrix:
 
     shape: tuple[int, int]
     block: int
-    values: Any
-    columns: Any
-    starts: Any
+    values: Tensor
+    columns: Tensor
+    starts: Tensor
 
     @classmethod
     def pack(cls, weight: Tensor, block: int = 1) -> PlaneMatrix:
@@ -62,8 +62,27 @@ class PlaneMatrix:
         last = np.where(counts > 0, places[np.maximum(starts[:-1] + counts - 1, 0)], 0)
         real = np.zeros(len(places), bool)
         real[place] = True
-        places = np.where(real, places, np.repeat(last, padded)).astype(np.uint32)
-        return cls((rows, columns), block, values, places, starts)
+        places = np.where(real, places, np.repeat(last, padded)).astype(np.int32)
+        arrays = map(torch.from_numpy, (values, places, starts))
+        return cls((rows, columns), block, *arrays)
+
+    def owners(self) -> Any:
+        """Return the row block of each weight."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts.numpy()))
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all arrays."""
+        return self.values.nbytes + self.columns.nbytes + self.starts.nbytes
+
+    def dense(self) -> Tensor:
+        """Return a dense float32 matrix."""
+        rows, columns = self.shape
+        out = np.zeros((rows // self.block, self.block, columns), np.float32)
+        values, owner = self.values.numpy(), self.owners()
+        real = (values != 0).any(axis=1)  # padding weights name a column that has another
+        out[owner[real], :, self.columns.numpy()[real]] = values[real]
+        return torch.from_numpy(out.reshape(rows, columns))
 
 
 def block_of(weight: Tensor) -> int:
@@ -85,11 +104,11 @@ def add_planes(
     matrix: PlaneMatrix,
     planes: Tensor,
     out: Tensor,
-    bias: Any,
+    bias: Tensor,
     *,
     span: int,
     apart: int,
-    places: Any = None,
+    places: Tensor | None = None,
     form: Form | None = None,
 ) -> None:
     """Write the sums of planes times weights, plus the bias, to `out`.
@@ -98,17 +117,17 @@ def add_planes(
         matrix: the weights.
         planes: the numbers of all planes.
         out: (rows, at least `span`), written.
-        bias: an array of float32, one number a row.
+        bias: float32, one number a row.
         span: number of positions.
         apart: a plane begins at its weight's place times this number.
         places: the place of each weight; its column by default.
         form: the instructions to use; by default the best that this processor has.
     """
     places = matrix.columns if places is None else places
-    job = [a.ctypes.data for a in (matrix.values, places, matrix.starts, bias)]
+    job = [a.data_ptr() for a in (matrix.values, places, matrix.starts, bias)]
     job += [planes.data_ptr(), out.data_ptr(), span, apart, out.stride(0)]
     rows = len(matrix.starts) - 1
-    work = matrix.values.size * span
+    work = matrix.values.numel() * span
     threads = min(torch.get_num_threads(), rows, work // _WORTH_A_THREAD)
     if rows and span:
         _kernel(matrix.block, form or this_form())(rows, job, threads)
