@@ -128,14 +128,14 @@ def accelerate(
     dense = copy.deepcopy(model).eval().requires_grad_(False)
     fast = copy.deepcopy(dense)
     with shown(progress), torch.no_grad():
-        inputs, groups = _inputs(fast, example)
-        measuring = Measuring(margin, seconds, values, _cold(fast, inputs))
+        inputs, groups = inputs_of(fast, example)
+        measuring = Measuring(margin, seconds, values, is_cold(fast, inputs))
         rows: list[LayerTiming] = []
         known: dict[Any, LayerTiming] = {}
         with track("measure layers", len(inputs)) as advance:
             for name, x in inputs.items():
                 layer = fast.get_submodule(name)
-                kind = _kind(layer, x)
+                kind = kind_of(layer, x)
                 row, better = measure_layer(name, layer, x, measuring, known.get(kind))
                 known.setdefault(kind, row)
                 rows.append(row)
@@ -151,13 +151,13 @@ def accelerate(
         return done
 
 
-def _cold(model: nn.Module, names: Iterable[str]) -> bool:
+def is_cold(model: nn.Module, names: Iterable[str]) -> bool:
     """Return whether the weights of these layers are more than the processor's cache holds."""
     weights = (model.get_submodule(name).weight for name in names)
     return sum(w.numel() * 4 for w in weights if isinstance(w, Tensor)) > cache_bytes()
 
 
-def _kind(layer: nn.Module, x: Tensor) -> Any:
+def kind_of(layer: nn.Module, x: Tensor) -> Any:
     """Return a key that is equal for layers which take the same time, about."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -203,7 +203,7 @@ def _change(before: list[Tensor], after: list[Tensor]) -> float:
     return float((moved / size) ** 0.5 if size else moved**0.5)
 
 
-def _inputs(model: nn.Module, example: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
+def inputs_of(model: nn.Module, example: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Return the first input of each replaceable layer, and groups that got the same tensor."""
     found: dict[str, Tensor] = {}
     given: dict[tuple[int, int], list[str]] = {}

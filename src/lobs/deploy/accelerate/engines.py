@@ -59,7 +59,7 @@ class Engine(ABC):
 
     def fits(self, x: Tensor) -> bool:
         """Return whether an input has the right shape. Others get dense torch's error message."""
-        return x.dim() > 0 and x.shape[-1] == self.layers[0].weight.shape[1]
+        return bool(x.dim() > 0 and x.shape[-1] == self.layers[0].weight.shape[1])
 
     def refresh(self) -> None:
         """Rebuild the arrays from the layers' weights."""
@@ -204,9 +204,8 @@ class ConvEngine(Engine):
             return False
         around = conv._reversed_padding_repeated_twice
         reach = [d * (k - 1) + 1 for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-        return (
-            x.shape[-2] + sum(around[2:]) >= reach[0] and x.shape[-1] + sum(around[:2]) >= reach[1]
-        )
+        high, wide = x.shape[-2] + sum(around[2:]), x.shape[-1] + sum(around[:2])
+        return bool(high >= reach[0] and wide >= reach[1])
 
     def run(self, x: Tensor) -> Tensor:
         """Pad, split by phase of the stride, and add shifted planes."""

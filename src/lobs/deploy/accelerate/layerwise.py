@@ -25,6 +25,7 @@ from lobs.layers.linear import LinearLayer
 
 KINDS = ("csr", "bsr", "compiled", "bitmask", "planes", "shared", "shrunk")
 _FEW_SAMPLES = 2  # planes pay for more
+_CHAIN_MAY_WIN = 0.6  # kept; above it each weight's column takes more time than a dense weight
 _CSR_MAY_WIN = 0.3  # kept; above it torch's rows take several times as long as dense
 _EXACT = 1e-4  # relative to the largest output: what another order of float32 sums may change
 
@@ -195,8 +196,10 @@ def _engines(layer: nn.Module, x: Tensor, storage: Storage) -> dict[str, Callabl
         if x.numel() > _FEW_SAMPLES * x.shape[-1]:
             makers["planes"] = lambda: PlanesEngine([layer], x)
     if isinstance(layer, nn.Linear):
-        makers["compiled"] = lambda: ChainEngine([layer], [False], x)
-        if float((layer.weight != 0).float().mean()) < _CSR_MAY_WIN:
+        kept = float((layer.weight != 0).float().mean())
+        if kept < _CHAIN_MAY_WIN:
+            makers["compiled"] = lambda: ChainEngine([layer], [False], x)
+        if kept < _CSR_MAY_WIN:
             makers["csr"] = lambda: CsrEngine([layer], x)
         if BsrEngine.suits(layer.weight):
             makers["bsr"] = lambda: BsrEngine([layer], x)

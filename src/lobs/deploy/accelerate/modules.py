@@ -110,7 +110,7 @@ def fast_layer(layer: nn.Module, engine: Engine) -> nn.Module:
 
 def with_engine(layer: nn.Module, engine: LayerEngine) -> nn.Module:
     """Return the layer, computed by an engine that may watch other layers too."""
-    plain = type(layer)
+    plain: Any = type(layer)
     fast: _Fast = same_as(plain if issubclass(plain, _Fast) else _fast_class(plain), layer)
     fast.engine = engine
     return fast
