@@ -207,7 +207,7 @@ def _share(options: Mapping[str, list[tuple[float, float, int]]], give: float) -
         chosen.append(pick)
         least = after
     at, counts = int(least.argmin()), {}
-    for (name, rows), pick in zip(reversed(options.items()), reversed(chosen), strict=True):
+    for (name, rows), pick in zip(reversed([*options.items()]), reversed(chosen), strict=True):
         cost, _, gone = rows[pick[at]]
         counts[name], at = gone, at - round(cost / unit)
     return counts
@@ -273,7 +273,9 @@ def _thinned(layer: nn.Module, kept: float) -> nn.Module:
     noise = torch.rand(weight.shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         weight.masked_fill_(weight == 0, 1e-6)  # its own zeros must not add to the others
-        weight.masked_fill_(noise >= kept, 0)
+        gone = torch.zeros(weight.numel(), dtype=torch.bool)
+        gone[noise.flatten().argsort()[round(kept * weight.numel()) :]] = True
+        weight.masked_fill_(gone.view(weight.shape), 0)
     return twin
 
 
