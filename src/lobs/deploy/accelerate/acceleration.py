@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lobs._system.memory import give_back
 from lobs._system.progress import shown, track
 from lobs._system.stopwatch import Interval, cache_bytes, median, speedup, take_turns
 from lobs.calibration.forward import batch_size, call
@@ -119,8 +120,8 @@ def accelerate(
             measured once.
         values: how kept weights are stored where few inputs come at a time. All but "float32"
             round the weights of layers that are replaced.
-        release_dense: drop the dense weights of linear layers whose packed form is smaller. These
-            layers then compute from packed weights for every input.
+        release_dense: drop the dense weights of linear layers whose packed form is smaller, and as
+            fast give or take the margin. They then compute from packed weights for every input.
         progress: show a bar while measuring.
     """
     if values not in STORAGES:
@@ -129,7 +130,7 @@ def accelerate(
     fast = copy.deepcopy(dense)
     with shown(progress), torch.no_grad():
         inputs, groups = inputs_of(fast, example)
-        measuring = Measuring(margin, seconds, values, is_cold(fast, inputs))
+        measuring = Measuring(margin, seconds, values, is_cold(fast, inputs), release_dense)
         rows: list[LayerTiming] = []
         known: dict[Any, LayerTiming] = {}
         with track("measure layers", len(inputs)) as advance:
@@ -145,9 +146,12 @@ def accelerate(
         if values == "float32":  # fused runs hold float32 values
             fast, fused = fuse(fast, inputs, example, margin, seconds)
             rows += fused
-        done = _compare(dense, fast, tuple(rows), example, 2 * seconds)
+        least = margin if release_dense else 0.0  # of speed, given for memory
+        done = _compare(dense, fast, tuple(rows), example, seconds=2 * seconds, loss=least)
         if release_dense:
             release(done.model)
+            del dense, fast
+            give_back()
         return done
 
 
@@ -167,19 +171,33 @@ def kind_of(layer: nn.Module, x: Tensor) -> Any:
 
 
 def _compare(
-    dense: nn.Module, fast: nn.Module, rows: tuple[LayerTiming, ...], example: Any, seconds: float
+    dense: nn.Module,
+    fast: nn.Module,
+    rows: tuple[LayerTiming, ...],
+    example: Any,
+    *,
+    seconds: float,
+    loss: float,
 ) -> Acceleration:
-    """Time the whole network both ways; keep the dense one unless the other is surely faster."""
-    samples = take_turns(
-        {"dense": runner(dense, example), "fast": runner(fast, example)}, seconds, 41
-    )
+    """Time the whole network both ways; keep the dense one unless the other is surely faster.
+
+    Args:
+        dense: the network.
+        fast: the network with replacements.
+        rows: what was chosen for each layer.
+        example: a batch.
+        seconds: about how long to measure; at least a second, or 41 rounds.
+        loss: how much slower than dense, as a fraction, is fast enough; 0 asks for faster.
+    """
+    runs = {"dense": runner(dense, example), "fast": runner(fast, example)}
+    samples = take_turns(runs, max(1.0, seconds), 41)
     gain, note = speedup(samples["dense"], samples["fast"]), ""
     before, after = _outputs(dense, example), _outputs(fast, example)
     with densely(fast):
         plain = _outputs(fast, example)  # its weights may be rounded
     if all(row.chosen in ("dense", "single") for row in rows):
         note = "no layer was reliably faster another way, so the network stays dense"
-    elif gain.low <= 1 or not close(after, plain):
+    elif (gain.middle < 1 - loss if loss else gain.low <= 1) or not close(after, plain):
         note = "the whole network was not reliably faster, so it stays dense"
         fast = dense
     if note:

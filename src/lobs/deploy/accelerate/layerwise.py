@@ -57,12 +57,15 @@ class Measuring:
         storage: how values are stored.
         cold: read so much memory before every call that weights leave the cache. In a network
             larger than the cache they are not there either. The code is.
+        pack: take packed weights also where they are as fast as dense ones, give or take the
+            margin: they will replace these.
     """
 
     margin: float
     seconds: float
     storage: Storage = "float32"
     cold: bool = False
+    pack: bool = False
 
     def turns(self, contenders: Mapping[str, Callable[[], Any]], x: Tensor) -> Samples:
         """Return samples of the seconds per call of each contender.
@@ -149,6 +152,10 @@ def measure_layer(
                 candidates[kind] = fast
     samples = measuring.turns({kind: runner(m, x) for kind, m in candidates.items()}, x)
     chosen, gain = best(samples, measuring.margin)
+    if chosen != "bitmask" and measuring.pack and "bitmask" in samples:
+        packed = speedup(samples[chosen], samples["bitmask"]).middle
+        if packed > 1 - measuring.margin:
+            chosen, gain = "bitmask", speedup(samples["dense"], samples["bitmask"]).middle
     crossover = _crossover(layer, x, kept, samples) if "compiled" in candidates and kept else None
     row = LayerTiming(
         name,
