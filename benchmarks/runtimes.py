@@ -251,7 +251,7 @@ def measure(
             if name.startswith(OURS) and name not in given.without
         }
         rows.append({"network": title, "kept": kept, "seconds": timed(runs | mine, given.seconds)})
-        print(line(rows[-1]), flush=True)
+        keep(rows[-1], given.json)
     return rows
 
 
@@ -284,12 +284,22 @@ def decoding(folder: Path, given: argparse.Namespace) -> list[dict[str, Any]]:
         seconds = {name: s / 64 for name, s in timed(runs, given.seconds).items()}
         title = "SmolLM2-135M, greedy decoding, a token"
         rows.append({"network": title, "kept": kept, "seconds": seconds})
+        keep(rows[-1], given.json)
         same = {
             name: f"{float((answer == answers['torch']).float().mean()):.0%}"
             for name, answer in answers.items()
         }
-        print(f"{line(rows[-1])}\n  same tokens as torch: {same}", flush=True)
+        print(f"  same tokens as torch: {same}", flush=True)
     return rows
+
+
+def keep(row: dict[str, Any], file: Path | None) -> None:
+    """Print a row, and add it to the file of numbers in the place of an older one."""
+    print(line(row), flush=True)
+    if file is not None:
+        rows = json.loads(file.read_text()) if file.exists() else []
+        rows = [r for r in rows if (r["network"], r["kept"]) != (row["network"], row["kept"])]
+        file.write_text(json.dumps([*rows, row], indent=1) + "\n")
 
 
 def line(row: dict[str, Any]) -> str:
@@ -344,7 +354,9 @@ def main() -> None:
     parser.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M's GGUF file")
     parser.add_argument("--chart", type=Path, help="draw a picture")
-    parser.add_argument("--json", type=Path, help="write the numbers too, adding to those there")
+    parser.add_argument(
+        "--json", type=Path, help="write the numbers too, in the place of older ones"
+    )
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -361,12 +373,8 @@ def main() -> None:
         if given.smollm2 and (not given.only or "decode" in given.only):
             rows += decoding(given.smollm2, given)
     print(f"\nload of the machine at the end: {os.getloadavg()[0]:.1f}")
-    if given.json:
-        before = json.loads(given.json.read_text()) if given.json.exists() else []
-        rows = before + rows
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
     if given.chart:
-        draw(rows, given.chart)
+        draw(json.loads(given.json.read_text()) if given.json else rows, given.chart)
 
 
 if __name__ == "__main__":
