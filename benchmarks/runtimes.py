@@ -4,9 +4,10 @@
         [--minilm FOLDER] [--smollm2 FOLDER] [--chart docs/runtimes.png]
 
 Weights are masked by magnitude: zeros cost the same wherever they come from. All contenders of a
-row take turns in one process and on as many threads. ONNX Runtime, OpenVINO and compiled torch get
-the network at 50 % kept: their times do not depend on zeros. A dash is a contender that does not
-run here, and the reason is printed. On a shared machine trust the ratios; run it on an idle one.
+row take turns in one process, on as many threads; lower quartiles are shown. ONNX Runtime, OpenVINO
+and compiled torch get the network at 50 % kept: their times do not depend on zeros. A dash is a
+contender that does not run here, and the reason is printed. On a shared machine trust the ratios;
+run it on an idle one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -207,17 +209,17 @@ def check(found: Any, expected: torch.Tensor) -> None:
 
 
 def timed(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Return the best time of each contender; they take turns."""
-    best = dict.fromkeys(runs, float("inf"))
+    """Return the lower quartile of each contender's times; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
     for turn in range(200):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
-            best[name] = min(best[name], time.perf_counter() - start)
+            times[name].append(time.perf_counter() - start)
         if turn >= 4 and time.perf_counter() - began > seconds:
             break
-    return best
+    return {name: float(np.quantile(found, 0.25)) for name, found in times.items()}
 
 
 def measure(
@@ -354,9 +356,7 @@ def main() -> None:
     parser.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2")
     parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M's GGUF file")
     parser.add_argument("--chart", type=Path, help="draw a picture")
-    parser.add_argument(
-        "--json", type=Path, help="write the numbers too, in the place of older ones"
-    )
+    parser.add_argument("--json", type=Path, help="write the numbers too")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -140,3 +140,12 @@ def test_prices_come_from_the_engines_of_this_machine():
     for price in prices.values():
         assert price.dense > 0 and len(price.seconds) == len(KEPT)
         assert list(price.seconds) == sorted(price.seconds)
+
+
+def test_layers_inside_attention_stay_as_they_are():
+    """Their kernels are not ours to replace, so zeros there would not pay."""
+    layer = nn.TransformerEncoderLayer(16, 2, 64, batch_first=True, dropout=0).eval()
+    assert set(latency._prices(layer, find_layers(layer), torch.randn(1, 5, 16))) == {
+        "linear1",
+        "linear2",
+    }
