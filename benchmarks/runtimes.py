@@ -18,6 +18,7 @@ import io
 import json
 import logging
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable
@@ -212,9 +213,11 @@ def timed(runs: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float
     """Return the lower quartile of each contender's times; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
+    order = list(runs)
     for turn in range(200):
-        for name, run in runs.items():
-            start = time.perf_counter()
+        random.shuffle(order)  # threads of some runtimes spin on while the next contender runs
+        for name in order:
+            run, start = runs[name], time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
         if turn >= 4 and time.perf_counter() - began > seconds:

@@ -86,7 +86,7 @@ def test_planes_of_every_length(form, block):
         weight = sparse_matrix(8, columns, keep, block)
         matrix, bias = PlaneMatrix.pack(weight, block), torch.randn(8)
         x, out = torch.randn(columns, span), torch.full((8, span + 5), 7.0)
-        add_planes(matrix, x, out, bias, span=span, apart=span, form=form)
+        add_planes(matrix, x, out, bias, span=span, pitch=span, form=form)
         assert close(out[:, :span], weight @ x + bias.unsqueeze(1))
         assert bool((out[:, span:] == 7).all())  # nothing is written beyond the span
 
@@ -113,7 +113,7 @@ def test_two_threads_compute_the_same():
         for count in (1, 2):
             torch.set_num_threads(count)
             out, wide = torch.empty(901, 96), torch.randn(1500, 96, generator=torch.manual_seed(0))
-            add_planes(planes, wide, out, torch.zeros(901), span=96, apart=96)
+            add_planes(planes, wide, out, torch.zeros(901), span=96, pitch=96)
             answers.append((multiply(matrix, x), out, matrix.dense(), turned(weight)))
     finally:
         torch.set_num_threads(threads)

@@ -232,7 +232,7 @@ class ConvEngine(Engine):
         places, span = self._offsets(tall, broad), (high - 1) * broad + wide
         for planes, sums in zip(image, out, strict=True):
             add_planes(
-                self.matrix, planes, sums.flatten(1), self.bias, span=span, apart=1, places=places
+                self.matrix, planes, sums.flatten(1), self.bias, span=span, pitch=1, places=places
             )
         # Pixels at the ends of lines belong to no output.
         answer = out if broad == wide else out[..., :wide].contiguous()

@@ -125,7 +125,7 @@ class PlanesEngine(PackedEngine):
             flat = flat.contiguous()
         samples, rows = len(flat), self.matrix.shape[0]
         out = torch.empty(rows, samples)
-        add_planes(self.matrix, turned(flat), out, self.bias, span=samples, apart=samples)
+        add_planes(self.matrix, turned(flat), out, self.bias, span=samples, pitch=samples)
         return turned(out).view(*x.shape[:-1], rows)
 
     def dense(self, rows: tuple[int, int]) -> Tensor:

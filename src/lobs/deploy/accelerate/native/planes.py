@@ -107,7 +107,7 @@ def add_planes(
     bias: Tensor,
     *,
     span: int,
-    apart: int,
+    pitch: int,
     places: Tensor | None = None,
     form: Form | None = None,
 ) -> None:
@@ -119,13 +119,13 @@ def add_planes(
         out: (rows, at least `span`), written.
         bias: float32, one number a row.
         span: number of positions.
-        apart: a plane begins at its weight's place times this number.
+        pitch: a plane begins at its weight's place times this number.
         places: the place of each weight; its column by default.
         form: the instructions to use; by default the best that this processor has.
     """
     places = matrix.columns if places is None else places
     job = [a.data_ptr() for a in (matrix.values, places, matrix.starts, bias)]
-    job += [planes.data_ptr(), out.data_ptr(), span, apart, out.stride(0)]
+    job += [planes.data_ptr(), out.data_ptr(), span, pitch, out.stride(0)]
     rows = len(matrix.starts) - 1
     work = matrix.values.numel() * span
     threads = min(torch.get_num_threads(), rows, work // _WORTH_A_THREAD)

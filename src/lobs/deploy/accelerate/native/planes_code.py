@@ -93,7 +93,7 @@ def _function(tile: Tile) -> str:
     values, places, starts, bias = (
         e.field("%job", n, "ptr") for n in (_VALUES, _PLACES, _STARTS, _BIAS)
     )
-    apart = e.field("%job", _IN_STRIDE)
+    pitch = e.field("%job", _IN_STRIDE)
     planes = e.at(e.field("%job", _PLANES, "ptr"), "%position", "float")
     out = e.at(e.field("%job", _OUT, "ptr"), "%position", "float")
     stride, mask = e.field("%job", _OUT_STRIDE), ""
@@ -109,7 +109,7 @@ def _function(tile: Tile) -> str:
         for r in range(tile.rows)
     ]
     e.do("  br label %weights", "weights:", f"  %j = phi i64 [{start}, %rows], [%next, %weights]")
-    sums = _weights(e, tile, begin, (values, places, apart, planes), mask)
+    sums = _weights(e, tile, begin, (values, places, pitch, planes), mask)
     e.do(f"  %next = add i64 %j, {tile.sums}")
     more = e(f"icmp ult i64 %next, {stop}")
     e.do(f"  br i1 {more}, label %weights, label %finish", "finish:")
@@ -138,7 +138,7 @@ def _weights(
         given: addresses of values and places, the distance of planes, and their address.
         mask: which positions of a single vector are read; empty for all.
     """
-    values, places, apart, planes = given
+    values, places, pitch, planes = given
     keys = [
         (r, t, s) for r in range(tile.rows) for t in range(tile.vectors) for s in range(tile.sums)
     ]
@@ -149,7 +149,7 @@ def _weights(
     for s in range(tile.sums):
         j = e(f"add i64 %j, {s}")
         number = e(f"load i32, ptr {e.at(places, j, 'i32')}")
-        offset = e(f"mul i64 {e(f'zext i32 {number} to i64')}, {apart}")
+        offset = e(f"mul i64 {e(f'zext i32 {number} to i64')}, {pitch}")
         plane = e.at(planes, offset, "float")
         base = e(f"mul i64 {j}, {tile.rows}")
         numbers = [

@@ -91,14 +91,14 @@ def _block(name: str, edge: bool) -> str:
 def _exchanged(e: Emitter, lines: list[str]) -> list[str]:
     """Return 16 transposed lines: swap blocks of 8, then 4, 2 and 1, across the diagonal."""
     lines = list(lines)
-    for apart in (8, 4, 2, 1):
+    for step in (8, 4, 2, 1):
         for i in range(16):
-            if i & apart:
+            if i & step:
                 continue
-            a, b = lines[i], lines[i + apart]
-            upper = [lane if not lane & apart else 16 + lane - apart for lane in range(16)]
-            lower = [lane + apart if not lane & apart else 16 + lane for lane in range(16)]
-            for j, order in ((i, upper), (i + apart, lower)):
+            a, b = lines[i], lines[i + step]
+            upper = [lane if not lane & step else 16 + lane - step for lane in range(16)]
+            lower = [lane + step if not lane & step else 16 + lane for lane in range(16)]
+            for j, order in ((i, upper), (i + step, lower)):
                 picked = ", ".join(f"i32 {lane}" for lane in order)
                 lines[j] = e(f"shufflevector {V} {a}, {V} {b}, <16 x i32> <{picked}>")
     return lines
