@@ -1,6 +1,6 @@
 """Time pruned networks: dense torch against `lobs.accelerate`, in turns.
 
-    python -m benchmarks.latency [--threads 1] [--seconds 1] [--only lenet300 linear layers]
+    python -m benchmarks.latency [--threads 1] [--seconds 1] [--only kernel lenet300 linear layers]
 
 Prints best runs, and medians with 95 % intervals.
 """
@@ -16,6 +16,7 @@ from torch import nn
 import lobs
 from lobs import NumericalWarning, Sparsity, zoo
 from lobs.deploy.accelerate import take_turns
+from lobs.deploy.accelerate.native import BitMatrix, multiply
 from lobs.zoo.datasets import mnist
 
 LAYERS = {  # name: (layer, input of one image, kept)
@@ -57,6 +58,32 @@ def show(title, model, x, seconds):
     return done.summary()
 
 
+def kernel(seconds: float) -> None:
+    """Print the bit-mask kernel on one layer of 4096×4096 beside what the bytes moved allow."""
+    print("| kept | values | batch | dense ms | bit masks ms | ratio | bytes allow | memory |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kept in (0.5, 0.3, 0.1):
+        layer = thinned(nn.Linear(4096, 4096), kept)
+        dense, bias = layer.weight.nbytes, layer.bias.detach()
+        for values in ("float32", "float16", "bfloat16", "int8", "int4"):
+            matrix = BitMatrix.pack(layer.weight, values)
+            for batch in (1, 4, 16) if values in ("float32", "float16") else (1,):
+                x = torch.randn(batch, 4096)
+                with torch.no_grad():
+                    runs = {
+                        "dense": lambda x=x, layer=layer: layer(x),
+                        "ours": lambda x=x, m=matrix, b=bias: multiply(m, x, b),
+                    }
+                    samples = take_turns(runs, seconds, 99)
+                a, b = (float(samples[name].min()) * 1e3 for name in ("dense", "ours"))
+                share = matrix.nbytes / dense
+                print(
+                    f"| {kept:.0%} | {values} | {batch} | {a:.2f} | {b:.2f} | {a / b:.2f} | "
+                    f"{1 / share:.2f} | {share:.2f} |",
+                    flush=True,
+                )
+
+
 def thinned(layer, kept):
     torch.manual_seed(0)
     with torch.no_grad():
@@ -80,6 +107,8 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     details = []
+    if "kernel" in given.only:
+        kernel(given.seconds)
     for name in ("lenet300", "lenet5"):
         if name in given.only:
             images = mnist.load("test").images

@@ -116,7 +116,7 @@ class ErrorBudget:
 
 @dataclass(frozen=True, repr=False)
 class Budget(_Brief):
-    """Share one budget among all layers. Give exactly one of the first four.
+    """Share one budget among all layers. Give exactly one of the first six.
 
     Args:
         parameters: how many weights to keep.
@@ -125,22 +125,34 @@ class Budget(_Brief):
         flops: operations that one input may cost in the pruned layers, two for every use of a kept
             weight.
         drop: how far the score may fall. The smallest network within it is searched.
+        latency: seconds that the network may take for one batch on this machine, once `accelerate`
+            has chosen its kernels. Layers where sparsity does not pay stay dense.
+        speedup: the same, as a ratio to the dense network.
         keep_at_least: smallest kept fraction of layers, by name or glob.
         keep_at_most: largest kept fraction of layers, by name or glob.
         evaluate: a function from a network to its score, larger is better. It goes with `drop`.
             By default the score is agreement with the dense network on kept-back inputs: the share
             of equal top answers or next tokens, or else 1 less the output's relative change.
         rounds: number of allocation rounds, as for `Sparsity`. Each trial of `drop` takes one.
+        batch: number of samples that are timed, with `latency` or `speedup`.
     """
 
     parameters: int | None = None
     bytes: int | None = None
     flops: float | None = None
     drop: float | None = None
+    latency: float | None = None
+    speedup: float | None = None
     keep_at_least: Mapping[str, float] = field(default_factory=dict)
     keep_at_most: Mapping[str, float] = field(default_factory=dict)
     evaluate: Callable[[Any], float] | None = None
     rounds: int = ROUNDS
+    batch: int = 1
+
+    @property
+    def timed(self) -> bool:
+        """Whether the budget is one of time."""
+        return self.latency is not None or self.speedup is not None
 
     def __post_init__(self) -> None:
         wishes = {
@@ -170,6 +182,7 @@ class Budget(_Brief):
         _check_limits(self.keep_at_least, self.keep_at_most)
         _check_rounds(self.rounds)
         self._check_score()
+        self._check_time()
 
     def _check_score(self) -> None:
         if self.drop is None:
@@ -187,6 +200,16 @@ class Budget(_Brief):
                 "larger is better."
             )
 
+    def _check_time(self) -> None:
+        if self.speedup is not None and self.speedup < 1:
+            raise TargetError(
+                f"Budget speedup is {self.speedup:g}: it is a ratio of at least 1, such as 1.5."
+            )
+        if self.latency == 0:
+            raise TargetError("Budget latency is 0: give seconds, such as 0.002.")
+        if not isinstance(self.batch, Integral) or isinstance(self.batch, bool) or self.batch < 1:
+            raise TargetError(f"Budget batch is {self.batch!r}: it is a whole number, at least 1.")
+
     @property
     def by_agreement(self) -> bool:
         """Return whether networks are judged by their agreement with the dense one."""
@@ -199,6 +222,8 @@ class Budget(_Brief):
             "bytes": self.bytes,
             "flops": self.flops,
             "drop": self.drop,
+            "latency": self.latency,
+            "speedup": self.speedup,
         }
 
 

@@ -7,13 +7,15 @@ asks how much room is left. Where there is none, tensors go to temporary files (
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import math
 import re
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Thread
@@ -244,3 +246,10 @@ def _file_errors() -> Iterator[None]:
         )
         where = f"cannot write what exceeds memory to a temporary file in '{tempfile.gettempdir()}'"
         raise FileError(f"{where}: {error.strerror or error}. {remedy}.") from error
+
+
+def give_back() -> None:
+    """Return freed memory to the system, where the C library can: else it is kept for later."""
+    gc.collect()
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _ROUND = 2e-4  # seconds per sample, well above the resolution of the clock
 
 
@@ -30,7 +32,10 @@ Samples = dict[str, NDArray[np.float64]]
 
 
 def take_turns(
-    contenders: Mapping[str, Callable[[], Any]], seconds: float = 0.5, rounds: int = 21
+    contenders: Mapping[str, Callable[[], Any]],
+    seconds: float = 0.5,
+    rounds: int = 21,
+    before: Callable[[str], Any] | None = None,
 ) -> Samples:
     """Return samples of the seconds per call of each contender.
 
@@ -41,18 +46,31 @@ def take_turns(
         contenders: functions to time, by name.
         seconds: time to spend in all, about; at least five rounds are run.
         rounds: largest number of rounds.
+        before: called with the contender's name before each of its samples, which then are single
+            calls. Its time does not count.
     """
-    repeats = {name: _repeats(call) for name, call in contenders.items()}
+    repeats = {name: _repeats(call) if before is None else 1 for name, call in contenders.items()}
     names = list(contenders)
     samples: dict[str, list[float]] = {name: [] for name in names}
     began = time.perf_counter()
     for turn in range(rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
+            if before is not None:
+                before(name)
             samples[name].append(_sample(contenders[name], repeats[name]))
         if turn >= 4 and time.perf_counter() - began > seconds:
             break
     return {name: np.array(values) for name, values in samples.items()}
+
+
+def cache_bytes() -> int:
+    """Return the size of the processor's last cache, 32 MB where it is unknown."""
+    try:
+        size = _CACHE.read_text().strip()
+        return int(size.removesuffix("K")) * (1024 if size.endswith("K") else 1)
+    except (OSError, ValueError):
+        return 32 * 2**20
 
 
 def median(samples: NDArray[np.float64]) -> Interval:

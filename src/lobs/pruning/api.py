@@ -271,6 +271,8 @@ def _settings(session: Session, run: Run, trials: list[Trial], calibrated: float
         settings["rarely used"] = rare
     if isinstance(run.refit, BlockRefits):
         settings["blocks"] = [asdict(block) for block in run.refit.blocks]
+    if run.session.timing is not None:
+        settings["time"] = run.session.timing.measured(run.model)
     if trials:
         settings["trials"] = [asdict(trial) for trial in trials]
     return settings

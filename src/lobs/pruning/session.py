@@ -24,6 +24,7 @@ from lobs.layers.uses import learnt
 from lobs.pruning import feasibility
 from lobs.pruning.coverage import Coverage, coverage
 from lobs.pruning.finished import Packed
+from lobs.pruning.latency import Timing, counts_in_time, start_timing
 from lobs.pruning.options import Options
 from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
 from lobs.pruning.preview import BudgetPreview, preview_budgets
@@ -59,6 +60,7 @@ class Session:
     runs: int = 0
     calibration_key: str = "calibration"
     influence: dict[str, Tensor] = field(default_factory=dict)
+    timing: Timing | None = None  # of a budget in time, on the leading process
     _influences: int = 0
     _losses: dict[str, RowLosses] = field(default_factory=dict)
     _sharing: tuple[Sparsity | Budget, Mapping[str, float] | None] | None = None
@@ -220,6 +222,8 @@ class Session:
                 uses = self._flops_each()
                 spent = sum(uses[name] * n for name, n in self.prunable.items())
                 return self.allocated(target, max(0.0, spent - flops), uses)
+            case Budget(timed=True):
+                return self.allocated_in_time(target)
             case Pattern():
                 target = target.inside(list(self.calibration))
                 feasibility.check_pattern(target, self.layers)
@@ -238,11 +242,30 @@ class Session:
         if not self._losses:
             self._measure_curves()
         self._sharing = target, prices
-        counts = allocate(self._curves(target, prices), give)
+        return self._fractions(allocate(self._curves(target, prices), give))
+
+    def _fractions(self, counts: Mapping[str, int]) -> dict[str, Target | None]:
         return {
             name: Sparsity(count / max(1, self.prunable[name]), scope="layer")
             for name, count in counts.items()
         }
+
+    def allocated_in_time(self, target: Budget) -> dict[str, Target | None]:
+        """Return every layer's count from a budget in time; the leader's clock decides.
+
+        Args:
+            target: a budget with `latency` or `speedup`.
+        """
+        if not self._losses:
+            self._measure_curves()
+        self._sharing, counts = (target, None), {}
+        if process_group().leads:
+            if self.timing is None:
+                self.timing = start_timing(self.model, self.layers, self.batches, target)
+            curves = self._curves(target, None)
+            counts = counts_in_time(self.model, self.by_name, curves, self.timing)
+        _, counts = process_group().broadcast_object({}, counts)
+        return self._fractions(counts)
 
     def refresh_influence(self, pruned: nn.Module) -> None:
         """Take output sensitivities from a pruned network: at high sparsity they have changed."""

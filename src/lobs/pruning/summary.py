@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lobs.errors import printable
 
@@ -97,6 +97,19 @@ def _change(result: PruningRecord) -> str:
     return f"{line} No bound: {found.reason}."
 
 
+def _speed(time: Mapping[str, Any]) -> str:
+    """Describe the time of one batch: dense, promised and measured."""
+    dense, goal, predicted, measured = (
+        f"{1e3 * time[f'{name} seconds']:.3g} ms"
+        for name in ("dense", "goal", "predicted", "measured")
+    )
+    return (
+        f"Time of a batch of {time['batch']} on {time['threads']} threads, accelerated: dense "
+        f"{dense}, asked {goal}, predicted {predicted} ({time['predicted speedup']:.2f}×), "
+        f"measured {measured} ({time['measured speedup']:.2f}×)."
+    )
+
+
 def _notes(result: PruningRecord) -> list[str]:
     settings, lines = result.settings, [_change(result)]
     if result.certificate.guarantee is not None:
@@ -116,6 +129,8 @@ def _notes(result: PruningRecord) -> list[str]:
         lines.append(
             f"Rarely used experts, with the number of their tokens: {seen}. Calibrate on more data."
         )
+    if "time" in settings:
+        lines.append(_speed(settings["time"]))
     if "trials" in settings:
         tried = sorted(settings["trials"], key=lambda trial: -int(trial["kept"]))
         scores = (f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)

@@ -3,9 +3,7 @@
 Results are exact up to the order of float32 sums, for finite inputs. Matrices are rows of (column,
 value). All indices are uint32, which saves a test for negative indices in every step. With one
 input, each weight is one gather. Many inputs are first transposed to [features, batch], so that the
-loop over the batch is contiguous and vectorises. A chain of layers keeps that layout to its end. A
-convolution has planes of pixels in place of the batch: each weight adds a shifted plane times a
-number. With strides, planes are first split by phase, so that shifts stay contiguous.
+loop over the batch is contiguous and vectorises. A chain of layers keeps that layout to its end.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import numba
 import numpy as np
 
 _TILE = 64
-_PLANE = 2048
 _1, _2, _3, _4, _SHORT = (np.uint32(n) for n in (1, 2, 3, 4, 48))
 
 
@@ -141,44 +138,3 @@ def _add_rows(x, columns, values, start, stop, line):
         v, xk = values[k], x[columns[k]]
         for i in range(n):
             line[i] += v * xk[i]
-
-
-@_compile
-def convolve(planes, starts, offsets, values, bias, wide, out):
-    """Run a sparse convolution on planes [batch, all pixels].
-
-    A weight's offset is where its shifted plane begins. Sums run over whole lines of `wide` pixels.
-    The pixels at their ends belong to no output and are not copied.
-    """
-    batch, channels, high, width = out.shape
-    span = (high - 1) * wide + width
-    line = np.empty(span, np.float32)
-    for image in range(batch):
-        flat = planes[image]
-        for channel in range(channels):
-            line[:] = bias[channel]
-            for left in range(0, span, _PLANE):
-                part = line[left : min(span, left + _PLANE)]
-                _add_shifted(
-                    flat, offsets, values, starts[channel], starts[channel + 1], left, part
-                )
-            for y in range(high):
-                for x in range(width):
-                    out[image, channel, y, x] = line[y * wide + x]
-
-
-@_compile
-def _add_shifted(flat, offsets, values, start, stop, left, part):
-    j, n = start, len(part)
-    while j + 4 <= stop:
-        v0, v1, v2, v3 = values[j], values[j + 1], values[j + 2], values[j + 3]
-        x0, x1 = flat[offsets[j] + left :], flat[offsets[j + 1] + left :]
-        x2, x3 = flat[offsets[j + 2] + left :], flat[offsets[j + 3] + left :]
-        for i in range(n):
-            part[i] += (v0 * x0[i] + v1 * x1[i]) + (v2 * x2[i] + v3 * x3[i])
-        j += 4
-    while j < stop:
-        v, xj = values[j], flat[offsets[j] + left :]
-        for i in range(n):
-            part[i] += v * xj[i]
-        j += 1

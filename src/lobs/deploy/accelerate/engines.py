@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.threads import workers
-from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one, convolve
+from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one
+from lobs.deploy.accelerate.native import PlaneMatrix, add_planes, block_of
+from lobs.layers.discovery import as_layer
 
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
 # An engine runs for inputs up to this factor larger or smaller than the measured one.
@@ -28,28 +30,14 @@ class Engine(ABC):
 
     name = "engine"
 
-    def __init__(self, layers: Sequence[nn.Linear | nn.Conv2d], example: Tensor) -> None:
-        self.layers = list(layers)
+    def __init__(self, layers: Sequence[nn.Module], example: Tensor) -> None:
+        self.layers: list[Any] = list(layers)
         self.least, self.most = example.numel() // _NEAR, example.numel() * _NEAR
         self.refresh()
 
     def takes(self, x: Tensor) -> bool:
         """Return whether the engine may compute this input. If not, dense torch does."""
-        if (
-            type(x) is not Tensor
-            or x.dtype is not torch.float32
-            or not x.is_cpu
-            or not self.least <= x.numel() <= self.most
-        ):
-            return False
-        if (
-            torch.is_autocast_enabled("cpu")
-            or torch.compiler.is_compiling()
-            or _tracing()
-            or _transformed()
-        ):
-            return False
-        if not self.fits(x):
+        if not ordinary(x) or not self.least <= x.numel() <= self.most or not self.fits(x):
             return False
         if torch.is_grad_enabled() and (
             x.requires_grad or any(tensor.requires_grad for _, _, tensor in self.watched)
@@ -58,20 +46,20 @@ class Engine(ABC):
         for layer in self.layers:
             if layer.training:
                 return False
-        version = 0
+        changes = 0
         # Dictionaries, because a module's attribute look-up takes longer than a small layer.
         for slots, key, tensor in self.watched:
             if slots[key] is not tensor:
                 self.refresh()
                 return True
-            version += _version(tensor)
-        if version != self.version:
+            changes += version(tensor)
+        if changes != self.version:
             self.refresh()
         return True
 
     def fits(self, x: Tensor) -> bool:
         """Return whether an input has the right shape. Others get dense torch's error message."""
-        return x.dim() > 0 and x.shape[-1] == self.layers[0].weight.shape[1]
+        return bool(x.dim() > 0 and x.shape[-1] == self.layers[0].weight.shape[1])
 
     def refresh(self) -> None:
         """Rebuild the arrays from the layers' weights."""
@@ -81,10 +69,14 @@ class Engine(ABC):
             for key in ("weight", "bias")
             if (tensor := layer._parameters[key]) is not None
         ]
-        self.version = sum(_version(tensor) for _, _, tensor in self.watched)
+        self.version = sum(version(tensor) for _, _, tensor in self.watched)
         self.prepare()
 
-    def attach(self, layers: Sequence[nn.Linear | nn.Conv2d]) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy. Its tensors count their changes anew, so it must refresh."""
+        return {**self.__dict__, "version": -1}
+
+    def attach(self, layers: Sequence[nn.Module]) -> None:
         """Watch other modules that hold the same parameters."""
         self.layers = list(layers)
         self.refresh()
@@ -98,6 +90,19 @@ class Engine(ABC):
         """Return the layers' output."""
 
 
+def ordinary(x: Tensor) -> bool:
+    """Return whether an input is a float32 tensor on the CPU that nothing but a call looks at."""
+    return (
+        type(x) is Tensor
+        and x.dtype is torch.float32
+        and x.is_cpu
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not _tracing()
+        and not _transformed()
+    )
+
+
 def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
     """Return row starts, columns and values of a matrix's non-zeros."""
     dense = matrix.detach().numpy()
@@ -106,13 +111,18 @@ def rows_of(matrix: Tensor) -> tuple[Any, Any, Any]:
     return starts, np.nonzero(there)[1].astype(np.uint32), dense[there].astype(np.float32)
 
 
-def bias_of(layer: nn.Linear | nn.Conv2d) -> Any:
+def weight_matrix(layer: nn.Module) -> Tensor:
+    """Return a layer's weight with a row for each output."""
+    view = as_layer("", layer)
+    assert view is not None
+    return view.unfolded(view.weight.detach()).flatten(0, 1)
+
+
+def bias_of(layer: nn.Module) -> Any:
     """Return a layer's bias, or zeros if it has none."""
-    return (
-        np.zeros(len(layer.weight), np.float32)
-        if layer.bias is None
-        else layer.bias.detach().numpy().copy()
-    )
+    if layer.bias is None:
+        return np.zeros(len(weight_matrix(layer)), np.float32)
+    return layer.bias.detach().numpy().copy()  # type: ignore[operator]
 
 
 class ChainEngine(Engine):
@@ -177,14 +187,15 @@ class ConvEngine(Engine):
     """Compute a convolution by its non-zero weights: shifted planes times numbers."""
 
     name = "compiled"
-    layers: list[nn.Conv2d]  # type: ignore[assignment]
 
     def prepare(self) -> None:
         """Collect the rows of weights. Offsets of their planes are computed once per image size."""
         conv = self.layers[0]
-        self.starts, self.flat, self.values = rows_of(conv.weight.reshape(len(conv.weight), -1))
-        self.bias = bias_of(conv)
-        self.placed: dict[tuple[int, int], Any] = {}
+        weight = conv.weight.detach().flatten(1)
+        block = block_of(weight) if conv.groups == 1 else 1
+        self.matrix = PlaneMatrix.pack(weight, block)
+        self.bias = torch.from_numpy(bias_of(conv))
+        self.placed: dict[tuple[int, int], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:
         """Return whether the input is one or more images with the right channels, large enough."""
@@ -193,9 +204,8 @@ class ConvEngine(Engine):
             return False
         around = conv._reversed_padding_repeated_twice
         reach = [d * (k - 1) + 1 for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
-        return (
-            x.shape[-2] + sum(around[2:]) >= reach[0] and x.shape[-1] + sum(around[:2]) >= reach[1]
-        )
+        high, wide = x.shape[-2] + sum(around[2:]), x.shape[-1] + sum(around[:2])
+        return bool(high >= reach[0] and wide >= reach[1])
 
     def run(self, x: Tensor) -> Tensor:
         """Pad, split by phase of the stride, and add shifted planes."""
@@ -217,34 +227,37 @@ class ConvEngine(Engine):
             )
             phases = image.reshape(*image.shape[:2], tall, sh, broad, sw)
             image = phases.permute(0, 1, 3, 5, 2, 4)
-        planes = image.reshape(len(image), -1).contiguous().numpy()
-        out = np.empty((len(planes), len(self.bias), high, wide), np.float32)
-        arrays = (self.starts, self._offsets(tall, broad), self.values, self.bias, broad)
-        spread(convolve, planes, arrays, out, step=1)
-        answer = torch.from_numpy(out)
+        image = image.contiguous()
+        out = torch.empty(len(image), len(self.bias), high, broad)
+        places, span = self._offsets(tall, broad), (high - 1) * broad + wide
+        for planes, sums in zip(image, out, strict=True):
+            add_planes(
+                self.matrix, planes, sums.flatten(1), self.bias, span=span, pitch=1, places=places
+            )
+        # Pixels at the ends of lines belong to no output.
+        answer = out if broad == wide else out[..., :wide].contiguous()
         return answer if x.dim() == 4 else answer.squeeze(0)
 
-    def _offsets(self, tall: int, broad: int) -> Any:
+    def _offsets(self, tall: int, broad: int) -> Tensor:
         if (tall, broad) not in self.placed:
             if len(self.placed) > _OFFSET_TABLES:  # images of ever new sizes must not fill memory
                 self.placed.clear()
             self.placed[tall, broad] = self._place(tall, broad)
         return self.placed[tall, broad]
 
-    def _place(self, tall: int, broad: int) -> Any:
+    def _place(self, tall: int, broad: int) -> Tensor:
         conv = self.layers[0]
         (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
         per = conv.in_channels // conv.groups
-        position = self.flat.astype(np.int64)
+        position = self.matrix.columns.numpy().astype(np.int64)
         channel, y, x = position // (kh * kw), position // kw % kh * dh, position % kw * dw
-        group = np.repeat(np.arange(len(self.bias)), np.diff(self.starts)) // (
-            len(self.bias) // conv.groups
-        )
+        group = self.matrix.owners() * self.matrix.block // (len(self.bias) // conv.groups)
         plane = ((group * per + channel) * sh + y % sh) * sw + x % sw
-        return (plane * tall * broad + y // sh * broad + x // sw).astype(np.int64)
+        place = plane * tall * broad + y // sh * broad + x // sw
+        return torch.from_numpy(place.astype(np.int32))
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
     """Return a tensor's count of in-place changes. Inference tensors have none."""
     return 0 if tensor.is_inference() else tensor._version
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lobs._system.stopwatch import Samples, median, speedup, take_turns
-from lobs.deploy.accelerate.engines import ChainEngine, ConvEngine, Engine
+from lobs._system.stopwatch import Samples, cache_bytes, median, speedup, take_turns
+from lobs.deploy.accelerate.engines import ChainEngine, ConvEngine, Engine, weight_matrix
 from lobs.deploy.accelerate.modules import fast_layer
+from lobs.deploy.accelerate.native import MOST_SAMPLES, Storage, rounded
+from lobs.deploy.accelerate.native_engines import BitmaskEngine, PlanesEngine
 from lobs.deploy.accelerate.torch_engines import BsrEngine, CsrEngine, ShrunkEngine
-from lobs.errors import CalibrationError
+from lobs.errors import CalibrationError, LobsError
+from lobs.layers.convolution import Conv2dLayer
+from lobs.layers.discovery import as_layer, is_plain_layer
+from lobs.layers.linear import LinearLayer
 
+KINDS = ("csr", "bsr", "compiled", "bitmask", "planes", "shared", "shrunk")
+_FEW_SAMPLES = 2  # planes pay for more
+_CHAIN_MAY_WIN = 0.6  # kept; above it each weight's column takes more time than a dense weight
+_CSR_MAY_WIN = 0.3  # kept; above it torch's rows take several times as long as dense
 _EXACT = 1e-4  # relative to the largest output: what another order of float32 sums may change
 
 
@@ -37,12 +47,63 @@ class LayerTiming:
     crossover: float | None = None
 
 
+@dataclass(frozen=True)
+class Measuring:
+    """How layers are measured.
+
+    Args:
+        margin: the smallest gain of a replacement, as a fraction.
+        seconds: about how long to measure each layer.
+        storage: how values are stored.
+        cold: read so much memory before every call that weights leave the cache. In a network
+            larger than the cache they are not there either. The code is.
+        pack: take packed weights also where they are as fast as dense ones, give or take the
+            margin: they will replace these.
+    """
+
+    margin: float
+    seconds: float
+    storage: Storage = "float32"
+    cold: bool = False
+    pack: bool = False
+
+    def turns(self, contenders: Mapping[str, Callable[[], Any]], x: Tensor) -> Samples:
+        """Return samples of the seconds per call of each contender.
+
+        Args:
+            contenders: functions to time, by name.
+            x: their input, which is in the cache in any case.
+        """
+        if not self.cold:
+            return take_turns(contenders, self.seconds)
+        other, code = torch.zeros(cache_bytes() // 2), _small_calls(self.storage)
+
+        def evict(name: str) -> None:
+            other.sum()  # twice the cache
+            x.sum()
+            code.get(name, code["dense"])()
+
+        return take_turns(contenders, self.seconds, before=evict)
+
+
+@cache
+def _small_calls(storage: Storage) -> dict[str, Callable[[], Any]]:
+    """Return a call of each implementation on a small layer, which brings its code to the cache."""
+    layer, x = nn.Linear(64, 16).eval().requires_grad_(False), torch.zeros(4, 64)
+    with torch.no_grad():
+        layer.weight[:, ::2] = 0
+    calls = {kind: fast_layer(layer, make()) for kind, make in _engines(layer, x, storage).items()}
+    return {kind: runner(module, x) for kind, module in {**calls, "dense": layer}.items()}
+
+
 def replaceable(module: nn.Module) -> bool:
-    """Return whether a module is a plain Linear or Conv2d in float32 on the CPU.
+    """Return whether a module is a plain Linear, Conv2d or transformers' Conv1D in float32.
 
     Hooks and parametrisations rule it out, because a replacement would not call them.
     """
-    if type(module) not in (nn.Linear, nn.Conv2d) or parametrize.is_parametrized(module):
+    if not isinstance(as_layer("", module), LinearLayer | Conv2dLayer):
+        return False
+    if parametrize.is_parametrized(module) or not is_plain_layer(module):
         return False
     if (
         module._forward_hooks
@@ -50,37 +111,55 @@ def replaceable(module: nn.Module) -> bool:
         or not isinstance(module.weight, nn.Parameter)
     ):
         return False
-    return bool(
-        module.weight.is_cpu and module.weight.dtype == torch.float32 and module.weight.numel()
-    )
+    weight = module.weight
+    return bool(weight.is_cpu and weight.dtype == torch.float32 and weight.numel())
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear map of the last dimension."""
+    return isinstance(as_layer("", module), LinearLayer)
 
 
 def measure_layer(
-    name: str, layer: nn.Module, x: Tensor, margin: float, seconds: float
+    name: str, layer: nn.Module, x: Tensor, measuring: Measuring, like: LayerTiming | None = None
 ) -> tuple[LayerTiming, nn.Module | None]:
     """Time a layer's implementations; return the times and the replacement, None if dense stays.
 
     Args:
         name: the layer's name.
-        layer: a Linear or Conv2d.
+        layer: a layer that `replaceable` accepts.
         x: the input to time it on.
-        margin: the smallest gain, as a fraction.
-        seconds: about how long to measure.
+        measuring: how to measure.
+        like: the times of a layer of the same kind, which this one takes over.
     """
-    assert isinstance(layer, nn.Linear | nn.Conv2d)
-    kept = float((layer.weight != 0).float().mean())
+    storage = measuring.storage
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    kept = float((weight != 0).float().mean())
+    given = layer if storage == "float32" else rounded_layer(layer, storage)
+    if like is not None:
+        row = replace(like, name=name, kept=kept)
+        if like.chosen == "dense":
+            return row, None
+        make = _engines(given, x, storage).get(like.chosen)
+        fast = None if make is None else _working(given, make, x)
+        return (row, fast) if fast is not None else (replace(row, chosen="dense", gain=1.0), None)
     candidates: dict[str, nn.Module] = {"dense": layer}
-    if kept < 0.9 or ShrunkEngine.suits(layer):
-        for kind, make in _engines(layer, x).items():
-            fast = _working(layer, make, x)
+    if kept < 0.9 or storage != "float32" or _shrinks(layer):
+        for kind, make in _engines(given, x, storage).items():
+            fast = _working(given, make, x)
             if fast is not None:
                 candidates[kind] = fast
-    samples = take_turns({kind: runner(module, x) for kind, module in candidates.items()}, seconds)
-    chosen, gain = best(samples, margin)
+    samples = measuring.turns({kind: runner(m, x) for kind, m in candidates.items()}, x)
+    chosen, gain = best(samples, measuring.margin)
+    if chosen != "bitmask" and measuring.pack and "bitmask" in samples:
+        packed = speedup(samples[chosen], samples["bitmask"]).middle
+        if packed > 1 - measuring.margin:
+            chosen, gain = "bitmask", speedup(samples["dense"], samples["bitmask"]).middle
     crossover = _crossover(layer, x, kept, samples) if "compiled" in candidates and kept else None
     row = LayerTiming(
         name,
-        tuple(layer.weight.shape),
+        tuple(weight.shape),
         kept,
         {k: median(s).middle for k, s in samples.items()},
         chosen,
@@ -90,12 +169,45 @@ def measure_layer(
     return row, None if chosen == "dense" else candidates[chosen]
 
 
-def _engines(layer: nn.Module, x: Tensor) -> dict[str, Callable[[], Engine]]:
-    """Return a maker for every engine that can compute a layer."""
+def rounded_layer(layer: nn.Module, storage: Storage) -> nn.Module:
+    """Return a copy of a layer whose weights are as a storage holds them."""
+    twin, view = copy.deepcopy(layer), as_layer("", layer)
+    assert view is not None
+    matrix = rounded(weight_matrix(layer), storage)
+    if not bool(matrix.isfinite().all()):
+        raise LobsError(
+            f"values='{storage}' cannot hold weights up to {float(layer.weight.abs().max()):.3g}: "  # type: ignore[operator]
+            "use values='bfloat16'."
+        )
+    weight = view.folded(matrix.unflatten(0, (view.groups, -1)))  # type: ignore[no-untyped-call]
+    twin.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    return twin
+
+
+def _shrinks(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | nn.Conv2d) and ShrunkEngine.suits(layer)
+
+
+def _engines(layer: nn.Module, x: Tensor, storage: Storage) -> dict[str, Callable[[], Engine]]:
+    """Return a maker for every engine that can compute a layer.
+
+    Args:
+        layer: the layer.
+        x: its input.
+        storage: how values are stored.
+    """
     makers: dict[str, Callable[[], Engine]] = {}
+    if is_linear(layer):
+        if x.numel() <= MOST_SAMPLES * x.shape[-1]:
+            makers["bitmask"] = lambda: BitmaskEngine([layer], x, storage)
+        if x.numel() > _FEW_SAMPLES * x.shape[-1]:
+            makers["planes"] = lambda: PlanesEngine([layer], x)
     if isinstance(layer, nn.Linear):
-        makers["compiled"] = lambda: ChainEngine([layer], [False], x)
-        makers["csr"] = lambda: CsrEngine([layer], x)
+        kept = float((layer.weight != 0).float().mean())
+        if kept < _CHAIN_MAY_WIN:
+            makers["compiled"] = lambda: ChainEngine([layer], [False], x)
+        if kept < _CSR_MAY_WIN:
+            makers["csr"] = lambda: CsrEngine([layer], x)
         if BsrEngine.suits(layer.weight):
             makers["bsr"] = lambda: BsrEngine([layer], x)
     elif isinstance(layer, nn.Conv2d):
@@ -105,9 +217,7 @@ def _engines(layer: nn.Module, x: Tensor) -> dict[str, Callable[[], Engine]]:
     return makers
 
 
-def _working(
-    layer: nn.Linear | nn.Conv2d, make: Callable[[], Engine], x: Tensor
-) -> nn.Module | None:
+def _working(layer: nn.Module, make: Callable[[], Engine], x: Tensor) -> nn.Module | None:
     """Return the layer with an engine; None if torch lacks it or the output differs."""
     try:
         fast = fast_layer(layer, make())
@@ -126,11 +236,11 @@ def best(samples: Samples, margin: float) -> tuple[str, float]:
     return chosen, sure.get(chosen, 1.0)
 
 
-def _crossover(layer: nn.Linear | nn.Conv2d, x: Tensor, kept: float, samples: Samples) -> float:
+def _crossover(layer: nn.Module, x: Tensor, kept: float, samples: Samples) -> float:
     """Estimate the kept fraction at which the compiled kernel is as fast as dense."""
     empty = copy.deepcopy(layer)
-    empty.weight.zero_()
-    bare = fast_layer(empty, _engines(empty, x)["compiled"]())
+    empty.weight.zero_()  # type: ignore[operator]
+    bare = fast_layer(empty, _engines(empty, x, "float32")["compiled"]())
     nothing = median(take_turns({"empty": runner(bare, x)}, 0.05)["empty"]).middle
     dense, now = median(samples["dense"]).middle, median(samples["compiled"]).middle
     return min(1.0, max(0.0, kept * (dense - nothing) / max(now - nothing, 1e-9)))
