@@ -200,8 +200,11 @@ def _from_file(path: str, samples: int | None, trust: bool, typed: str | None) -
         else _from_function(network, samples)
     )
     try:
-        load = fit_to if saved.record.get("shrunk") else nn.Module.load_state_dict
-        load(base.model, saved.state_dict)
+        if saved.record.get("shrunk"):
+            changed = saved.record.get("shrinkage", {}).get("attributes")
+            fit_to(base.model, saved.state_dict, changed)
+        else:
+            base.model.load_state_dict(saved.state_dict)
     except RuntimeError as error:
         raise FileError(
             f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}"

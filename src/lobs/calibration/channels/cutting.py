@@ -6,9 +6,8 @@ share. Those that make the smaller network run, with the same outputs, are found
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lobs.calibration.channels.observe import Family, Slot
 
 Undo = Callable[[], None]
 Saved = list[tuple[dict[str, Any], str, Any]]  # dictionaries, keys and old values
-_MOST_TRIED = 5  # attributes of which all subsets are tried
+_MOST_TRIED = 5  # attributes that are also tried one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,22 +42,23 @@ def cut(
         model: the network; changed in place.
         cuts: what to remove.
         differs: runs the network and returns how it differs from before; empty if it does not.
-        thorough: also try single attributes and pairs of them.
+        thorough: also try single attributes.
 
     Returns:
         Why the channels were left in; empty if they are gone.
     """
     saved = _slice(model, cuts)
-    first = differs()
-    if not first:
+    why = differs()
+    if not why:
         return ""
     for trial in _trials(_sizes_of(model, cuts), thorough):
         tried = _written(trial)
-        if not differs():
+        why = differs()
+        if not why:
             return ""
         _restore(tried)
     _restore(saved)
-    return first
+    return why
 
 
 def _slice(model: nn.Module, cuts: Sequence[Cut]) -> Saved:
@@ -73,7 +73,8 @@ def _slice(model: nn.Module, cuts: Sequence[Cut]) -> Saved:
         new = _without(tensor, {dim: torch.cat(parts) for dim, parts in dims.items()})
         for module, key in owners[id(tensor)]:
             own: Any = module._parameters if key in module._parameters else module._buffers
-            values = _described(module, tensor, new) if key in ("weight", "running_mean") else {}
+            known = key in ("weight", "running_mean")
+            values = _described(module, tensor, new, dims.get(0, [])) if known else {}
             changed = [(own, key, new), *((vars(module), k, v) for k, v in values.items())]
             saved += _written(changed)
     return saved
@@ -110,24 +111,38 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _described(module: nn.Module, old: Tensor, new: Tensor) -> dict[str, int]:
-    """Return a module's attributes for the sizes of its new weight."""
-    have = vars(module)
+def _described(
+    module: nn.Module, old: Tensor, new: Tensor, gone: Sequence[Tensor]
+) -> dict[str, int]:
+    """Return a module's attributes for the sizes of its new weight.
+
+    Args:
+        module: the owner.
+        old: its weight before.
+        new: its weight now.
+        gone: the indices that its first dimension lost.
+    """
     if isinstance(module, nn.modules.conv._ConvNd):
-        outer = new.shape[1] if module.transposed else len(new)
-        inner = len(new) if module.transposed else new.shape[1]
-        sets = module.groups * len(new) // len(old) if module.groups > 1 else 1
-        if module.transposed:
-            return {"in_channels": inner, "out_channels": outer * sets, "groups": sets}
-        return {"in_channels": inner * sets, "out_channels": outer, "groups": sets}
+        sets = module.groups - _whole_groups(gone, module.groups, len(old))
+        first, second = len(new), new.shape[1] * sets
+        inner, outer = (first, second) if module.transposed else (second, first)
+        return {"in_channels": inner, "out_channels": outer, "groups": sets}
     if isinstance(module, nn.GroupNorm):
-        return {
-            "num_channels": len(new),
-            "num_groups": module.num_groups * len(new) // len(old),
-        }
-    first, last = ("out_features", "num_features", "nx"), ("in_features", "embedding_dim", "nf")
-    sizes = dict.fromkeys(first, new.shape[0]) | dict.fromkeys(last, new.shape[-1])
-    return {name: size for name, size in sizes.items() if isinstance(have.get(name), int)}
+        sets = module.num_groups * len(new) // len(old)
+        return {"num_channels": len(new), "num_groups": sets}
+    first_names, last_names = ("out_features", "num_features", "nx"), ("in_features", "nf")
+    sizes = dict.fromkeys(first_names, new.shape[0])
+    sizes |= dict.fromkeys((*last_names, "embedding_dim"), new.shape[-1])
+    return {name: n for name, n in sizes.items() if isinstance(vars(module).get(name), int)}
+
+
+def _whole_groups(gone: Sequence[Tensor], groups: int, size: int) -> int:
+    """Return how many groups of a convolution lose all their indices; 0 if some lose a part."""
+    if groups == 1 or not gone:
+        return 0
+    each = size // groups
+    lost = torch.cat(list(gone)).unique().div(each, rounding_mode="floor").bincount(minlength=groups)
+    return int((lost == each).sum()) if bool(((lost == 0) | (lost == each)).all()) else 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,8 @@ class _Size:
 
     Attributes:
         kind: what it is called, and in what class.
-        heads: whether its name or value is that of a number of heads.
+        heads: whether its name is that of a number of heads.
+        count: whether only its value is that of the number of channels.
         shared: whether it stands in a configuration.
         old: its value.
         new: the value that the change would make of it.
@@ -144,6 +160,7 @@ class _Size:
 
     kind: tuple[str, str]
     heads: bool
+    count: bool
     shared: bool
     old: int
     new: int
@@ -159,25 +176,30 @@ class Sizes:
     Attributes:
         counts: numbers of channels, before and after.
         lengths: lengths of parameters along the cut dimensions, before and after.
+        widths: indices that one channel has in its parameters, where it has several.
     """
 
     counts: frozenset[tuple[int, int]] = frozenset()
     lengths: frozenset[tuple[int, int]] = frozenset()
+    widths: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, model: nn.Module, cuts: Iterable[Cut]) -> Sizes:
+    def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Sizes:
         """Return the sizes that cuts have changed in a network."""
         counts, lengths = set[tuple[int, int]](), set[tuple[int, int]]()
+        widths = {i.shape[1] for each in cuts for i in each.family.slots.values()} - {1}
         for each in cuts:
             counts.add((len(each.family), each.left))
             for (name, dim), indices in each.family.slots.items():
                 new = _tensor(model, name).shape[dim]
                 lengths.add((new + indices[each.gone].numel(), new))
-        return cls(frozenset(counts), frozenset(lengths))
+        return cls(frozenset(counts), frozenset(lengths), frozenset(widths))
 
     def __or__(self, other: Sizes) -> Sizes:
         """Return the sizes of both."""
-        return Sizes(self.counts | other.counts, self.lengths | other.lengths)
+        return Sizes(
+            self.counts | other.counts, self.lengths | other.lengths, self.widths | other.widths
+        )
 
     def candidates(self, name: str, value: int) -> list[int]:
         """Return what a number with a name may have become; most likely first."""
@@ -201,9 +223,11 @@ def _sizes_of(model: nn.Module, cuts: Sequence[Cut]) -> Places:
                     if not isinstance(value, int) or isinstance(value, bool) or value < 2:
                         continue
                     for new in sizes.candidates(name, value)[:1]:
-                        heads = "head" in name or value == len(each.family)
+                        heads = "head" in name
+                        count = value == len(each.family) > 1 and not heads
                         kind = (type(holder).__name__, name)
-                        places = found.setdefault(_Size(kind, heads, shared, value, new), [])
+                        size = _Size(kind, heads, count, shared, value, new)
+                        places = found.setdefault(size, [])
                         if not any(place is vars(holder) for place in places):
                             places.append(vars(holder))
     return found
@@ -234,12 +258,11 @@ def _around(model: nn.Module, slots: Mapping[Slot, Tensor]) -> Iterator[nn.Modul
 def _trials(places: Places, thorough: bool) -> Iterator[Saved]:
     """Yield sets of attributes to write, the likeliest first."""
     own = [size for size in places if not size.shared]
-    every = list(places)
-    orders: list[Sequence[_Size]] = [own, [s for s in own if s.heads], every]
-    orders += [[s for s in every if s.heads], [s for s in own if not s.heads]]
-    if thorough:
-        for count in range(1, len(every) if len(every) <= _MOST_TRIED else 2):
-            orders += list(combinations(every, count))
+    shared = [size for size in places if size.shared]
+    heads, plain = [s for s in own if s.heads], [s for s in own if not s.count]
+    orders = [plain, [*plain, *shared], own, heads, [*heads, *(s for s in shared if s.heads)]]
+    if thorough and len(places) <= _MOST_TRIED:
+        orders += [[size] for size in places]
     seen: set[frozenset[_Size]] = set()
     for order in orders:
         if order and frozenset(order) not in seen:

@@ -175,6 +175,8 @@ def varying(group: Tensor) -> set[int]:
 
 def compressed(group: Tensor) -> Tensor | None:
     """Return a group with size 1 along dimensions where it is constant; None without labels."""
+    if not group.numel():
+        return None
     for dim in set(range(group.dim())) - varying(group):
         group = group.narrow(dim, 0, 1)
     if group.numel() <= 1 or not bool((group > 0).any()):

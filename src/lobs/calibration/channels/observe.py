@@ -130,12 +130,15 @@ class _Watch(TorchDispatchMode):
         rule = rule_of(step.function)
         if not any(self._of(t).groups for t in step.tensors()) or not results:
             return [[] for _ in results]
-        if rule is None:
+        try:
+            found = None if rule is None else rule(step)
+        except (RuntimeError, ValueError, IndexError, TypeError):  # shapes a rule does not expect
+            found = None
+        if found is None:
             for t in step.tensors():
                 for group in self.groups(t):
                     self.labels.fix(group, f"'{step.name}' is not followed")
             return [[] for _ in results]
-        found = rule(step)
         several = bool(found) and isinstance(found[0], list)
         if isinstance(step.out, Tensor):
             return [found]

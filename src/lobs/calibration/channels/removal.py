@@ -42,14 +42,17 @@ class Removal:
     sizes: Sizes = field(default_factory=Sizes)
 
     def __post_init__(self) -> None:
-        self._made, self._before = _makeup(self.families), self._output()
+        self._made = _makeup(self.families)
 
     def remove(self, cuts: Sequence[Cut]) -> list[tuple[Cut, str]]:
         """Remove channels, and return those that could not go, with the reason.
 
         All are tried at once, then those of one kind together, then one family at a time.
         """
-        if not cuts or not self._cut(cuts, thorough=False):
+        if not cuts:
+            return []
+        self._before = self._output()
+        if not self._cut(cuts, thorough=False):
             return []
         kinds: dict[Any, list[Cut]] = {}
         for each in cuts:
@@ -62,10 +65,10 @@ class Removal:
             return []
         failed = [(cuts[0], why)]
         rest = cuts[1:]
-        if rest and not self._cut(cuts[:1]):
+        if rest and not self._cut(cuts[:1], thorough=False):
             failed = []
             for each in rest:
-                reason = self._cut([each])
+                reason = self._cut([each], thorough=False)
                 failed += [(each, reason)] if reason else []
             return failed
         return failed + [(each, why) for each in rest]
@@ -132,11 +135,12 @@ def _fits(
     slots: frozenset[Slot], makeup: Makeup, expected: dict[frozenset[Slot], Makeup]
 ) -> bool:
     """Return whether channels are those that the cuts should leave."""
-    if slots in expected:
-        return makeup == expected[slots]
-    # Where one channel is left, its parts no longer go together.
+    if makeup == expected.get(slots):
+        return True
+    # Where one head is left, its features no longer go together.
     count, widths = makeup
-    return any(
-        slots < known and left == 1 and all(count * w == before[s] for s, w in widths.items())
-        for known, (left, before) in expected.items()
-    )
+    for known, (left, before) in expected.items():
+        if left == 1 and slots <= known:
+            sizes = [(count * width, before[slot]) for slot, width in widths.items()]
+            return all(n <= size for n, size in sizes) and any(n == size for n, size in sizes)
+    return False

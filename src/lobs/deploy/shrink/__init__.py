@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Shrinkage:
         before: parameters of the network before.
         after: parameters of the smaller network.
         stayed: why some units without weights could not be removed.
+        attributes: numbers that were changed in modules, by path and name.
         missing: why a Hugging Face configuration does not describe the smaller network; empty
             where it does.
     """
@@ -39,6 +40,7 @@ class Shrinkage:
     before: int
     after: int
     stayed: tuple[str, ...]
+    attributes: Mapping[str, int] = field(default_factory=dict)
     missing: str = ""
 
     def __str__(self) -> str:
@@ -92,7 +94,19 @@ def shrink(
     now = _units(smaller)
     before, after = (sum(p.numel() for p in m.parameters()) for m in (model, smaller))
     channels = {name: (was[name], now[name]) for name in was}
-    return smaller, Shrinkage(channels, before, after, stayed, missing)
+    changed = _changed_attributes(model, smaller)
+    return smaller, Shrinkage(channels, before, after, stayed, changed, missing)
+
+
+def _changed_attributes(model: nn.Module, smaller: nn.Module) -> dict[str, int]:
+    """Return the whole numbers that differ between the modules of two networks, by path."""
+    theirs = dict(smaller.named_modules())
+    return {
+        f"{path}.{name}" if path else name: vars(theirs[path])[name]
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int and vars(theirs[path]).get(name) != value
+    }
 
 
 def _units(model: nn.Module) -> dict[str, int]:
@@ -104,10 +118,10 @@ def _take_constant(model: nn.Module, example: Any, unread: Taken) -> Taken:
     """Remove constant channels, where the network can be traced."""
     try:
         flow = follow(model, example)
-    except UnsupportedLayerError as error:
+    except UnsupportedLayerError:
         if not unread.families:
             raise
-        return Taken()
+        return Taken(stayed=unread.kept)
     return _pass(flow, model)
 
 

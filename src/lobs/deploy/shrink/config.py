@@ -45,10 +45,13 @@ def fit_config(model: nn.Module, example: Any, sizes: Sizes) -> str:
             own = {k: v for k, v in vars(new).items() if not hasattr(v, "to_dict")}
             vars(have).update(own)
         return ""
-    what = f"'{wrong[0]}' has another size in it" if wrong else "it gives another output"
+    if wrong:
+        what = f"has no field for the size of '{wrong[0]}'"
+    else:
+        what = "describes a network with another output"
     return (
-        f"no configuration of {type(config).__name__} describes this network ({what}): keep it "
-        "with torch.save or lobs.save, not with save_pretrained."
+        f"{type(config).__name__} {what}: save with lobs.save or torch.save, since save_pretrained "
+        "could not be undone."
     )
 
 
@@ -61,14 +64,30 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _changes(config: Any, sizes: Sizes) -> Iterator[Any]:
-    """Yield copies of a configuration with one field changed."""
+    """Yield copies of a configuration with one field changed, or a number of heads with its size.
+
+    Many architectures divide the width by the number of heads unless `head_dim` is there.
+    """
     for place, part in enumerate(_parts(config)):
-        for name, value in vars(part).items():
-            if isinstance(value, int) and not isinstance(value, bool):
-                for new in sizes.candidates(name, value):
+        for name, value in list(vars(part).items()):
+            for new in _candidates(name, value, sizes):
+                heads = "head" in name and "head_dim" not in vars(part)
+                for width in (None, *sorted(sizes.widths)) if heads else (None,):
                     trial = copy.deepcopy(config)
-                    vars(list(_parts(trial))[place])[name] = new
+                    fields = vars(list(_parts(trial))[place])
+                    fields[name] = new
+                    if width is not None:
+                        fields["head_dim"] = width
                     yield trial
+
+
+def _candidates(name: str, value: Any, sizes: Sizes) -> list[int]:
+    """Return what a field may have become."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return sizes.candidates(name, value)
+    if value is None and any(word in name for word in ("inner", "intermediate", "ffn")):
+        return sorted({new for _, new in sizes.lengths})
+    return []
 
 
 def _misfits(model: nn.Module, config: Any) -> list[str] | None:

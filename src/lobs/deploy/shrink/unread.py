@@ -21,12 +21,14 @@ class Taken:
         stayed: why others could not be removed.
         sizes: the sizes that have changed.
         families: the number of families of channels that could be removed together.
+        kept: why units without any weight stay, where all channels of their layer must stay.
     """
 
     removed: int = 0
     stayed: tuple[str, ...] = ()
     sizes: Sizes = Sizes()
     families: int = 0
+    kept: tuple[str, ...] = ()
 
 
 def take_unread(model: nn.Module, example: Any) -> Taken:
@@ -48,13 +50,12 @@ def take_unread(model: nn.Module, example: Any) -> Taken:
         gone = gone[1:] if len(gone) == len(family) else gone  # one channel at least stays
         if len(gone):
             cuts.append(Cut(family, gone))
-    if not cuts:
-        return Taken(stayed=_kept(model, channels), families=len(channels.families))
     removal = Removal(model, example, channels.families)
     failed = removal.remove(cuts)
     stayed = [f"{len(cut.gone)} channels of {_layers(cut)}: {why}" for cut, why in failed]
     removed = sum(len(cut.gone) for cut in cuts) - sum(len(cut.gone) for cut, _ in failed)
-    return Taken(removed, tuple(stayed), removal.sizes, len(channels.families))
+    kept = _kept(model, channels)
+    return Taken(removed, tuple(stayed), removal.sizes, len(channels.families), kept)
 
 
 def _layers(cut: Cut) -> str:
@@ -64,7 +65,7 @@ def _layers(cut: Cut) -> str:
 
 
 def _kept(model: nn.Module, channels: Channels) -> tuple[str, ...]:
-    """Return why units without any weight stay, where all channels of their layer must stay."""
+    """Return why empty units stay, where all channels of their layer must stay."""
     reasons = []
     for layer in all_layers(model):
         empty = int((layer.unfolded(layer.weight.detach()) == 0).all(dim=-1).sum())
