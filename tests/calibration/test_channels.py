@@ -211,3 +211,18 @@ def test_the_network_is_left_as_it_was():
     observe(model, x)
     assert model.training and [dict(vars(m)) for m in model.modules()] == attributes
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_channels_that_are_written_into_other_memory_stay():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(8, 2)
+
+        def forward(self, x):
+            wide = torch.zeros(len(x), 8)
+            wide[:, :6] = self.first(x)
+            return self.last(wide)
+
+    channels = observe(Net(), torch.randn(3, 4))
+    assert not channels.families and channels.stays["first.weight", 0] == "copy_"

@@ -7,7 +7,7 @@ decided by the layers that read them: those lose columns, and repair the loss wi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,7 @@ from lobs._system.run_log import log_event
 from lobs.calibration.channels import Channels, Cut, Family, Removal, first_samples, observe
 from lobs.errors import LobsError
 from lobs.layers import Layer
-from lobs.solvers.patterns.chosen import Chosen, cheapest_sets
-from lobs.solvers.problem import Problem
+from lobs.solvers.patterns.chosen import Chosen, Reader, cheapest_sets
 from lobs.targets import Pattern, Target
 
 if TYPE_CHECKING:
@@ -53,13 +52,7 @@ def coupled_plan(session: Session, target: Pattern) -> dict[str, Target | None] 
     losses = _possible(session.model, example, channels, losses)
     if not losses:
         return None
-    gone = {layer.name: torch.zeros(layer.weight.shape, dtype=torch.bool) for layer in session.layers}
-    for loss in losses:
-        problems = [(session.dense_problem(layer), columns) for layer, columns in loss.readers]
-        chosen = cheapest_sets(problems, loss.count)
-        for (name, dim), indices in loss.family.slots.items():
-            for layer in parts.get(name, ()):
-                _mark(layer, gone[layer.name], dim, indices[chosen].flatten())
+    gone = _chosen(session, losses, parts)
     plan: dict[str, Target | None] = {}
     for layer in session.layers:
         if bool(gone[layer.name].any()):
@@ -67,6 +60,56 @@ def coupled_plan(session: Session, target: Pattern) -> dict[str, Target | None] 
         else:
             plan[layer.name] = None if target.table is None else target.for_layer(layer.name)
     return plan
+
+
+def _chosen(
+    session: Session, losses: Sequence[_Loss], parts: Mapping[str, Sequence[Layer]]
+) -> dict[str, Tensor]:
+    """Return which weights go, by layer.
+
+    Later layers come first. An error of a unit then counts for what its readers make of it, and
+    not at all where the unit goes.
+
+    Args:
+        session: the network, its data and layers.
+        losses: the families that lose channels.
+        parts: layers by the name of their parameter.
+    """
+    gone = {x.name: torch.zeros(x.weight.shape, dtype=torch.bool) for x in session.layers}
+    counts = {x.name: torch.ones(x.groups * x.rows, dtype=torch.float64) for x in session.layers}
+    order = {name: place for place, name in enumerate(session.calibration)}
+    last = [max(order[layer.name] for layer, _ in loss.readers) for loss in losses]
+    for place in sorted(range(len(losses)), key=lambda n: last[n], reverse=True):
+        loss = losses[place]
+        readers = [
+            Reader(session.dense_problem(layer), columns, counts[layer.name])
+            for layer, columns in loss.readers
+        ]
+        chosen = cheapest_sets(readers, loss.count)
+        importance = _importance(loss, counts)
+        importance[chosen] = 0
+        for (name, dim), indices in loss.family.slots.items():
+            for layer in parts.get(name, ()):
+                _mark(layer, gone[layer.name], dim, indices[chosen].flatten())
+                if (name, dim) not in loss.family.readers and indices.shape[1] == 1:
+                    _weigh(layer, counts[layer.name], indices.flatten(), importance)
+    return gone
+
+
+def _importance(loss: _Loss, counts: Mapping[str, Tensor]) -> Tensor:
+    """Return what an error of each channel counts for in its readers, 1 on average."""
+    total = torch.zeros(len(loss.family), dtype=torch.float64)
+    for layer, columns in loss.readers:
+        squares = layer.matrix()[0].detach().double().cpu().square()
+        total += (counts[layer.name] @ squares)[columns].sum(dim=1)
+    return total / total.mean().clamp_min(1e-300)
+
+
+def _weigh(layer: Layer, counts: Tensor, places: Tensor, importance: Tensor) -> None:
+    """Set what errors of a layer's units count for."""
+    places = places - layer.weight_part.start
+    inside = (places >= 0) & (places < len(counts))
+    counts[places[inside]] = importance[inside]
 
 
 def _parts(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
@@ -86,9 +129,7 @@ def _mark(layer: Layer, gone: Tensor, dim: int, places: Tensor) -> None:
     gone.index_fill_(dim, places, True)
 
 
-def _loss(
-    family: Family, target: Pattern, parts: Mapping[str, Sequence[Layer]]
-) -> _Loss | None:
+def _loss(family: Family, target: Pattern, parts: Mapping[str, Sequence[Layer]]) -> _Loss | None:
     """Return how many channels a family loses; None where it must stay as it is.
 
     All layers that read its channels must take part, since their columns become zero. And some

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lobs.calibration.channels.labels import distinct
 from lobs.calibration.channels.observe import Family, Slot
 
 Undo = Callable[[], None]
@@ -141,7 +142,9 @@ def _whole_groups(gone: Sequence[Tensor], groups: int, size: int) -> int:
     if groups == 1 or not gone:
         return 0
     each = size // groups
-    lost = torch.cat(list(gone)).unique().div(each, rounding_mode="floor").bincount(minlength=groups)
+    lost = (
+        distinct(torch.cat(list(gone))).div(each, rounding_mode="floor").bincount(minlength=groups)
+    )
     return int((lost == each).sum()) if bool(((lost == 0) | (lost == each)).all()) else 0
 
 

@@ -52,13 +52,13 @@ class Labels:
 
     def fix(self, group: Tensor, why: str) -> None:
         """Keep all channels of a group."""
-        labels = group.unique()
+        labels = distinct(group)
         if bool((labels > 0).any()):
             self.fixed.append((labels[labels > 0], why))
 
     def join(self, one: Tensor, other: Tensor, why: str) -> Tensor:
         """Let labels at the same positions stay or go together; return the labels of both."""
-        one, other = torch.broadcast_tensors(one, other)
+        one, other = _broadcast(one, other)
         both = (one > 0) & (other > 0)
         self.edges.append((one[both], other[both]))
         alone = torch.where(one > 0, one, other)[~both]
@@ -137,7 +137,7 @@ class Labels:
                 for factor in (left, right):
                     if factor.values is not None:
                         self.alive.append(_alive(group, factor.values))
-                        self.readers += [g.unique() for g in factor.groups if support(g) <= over]
+                        self.readers += [distinct(g) for g in factor.groups if support(g) <= over]
         return out
 
     def grid(self, group: Tensor) -> None:
@@ -158,6 +158,17 @@ class Labels:
                     self.tie(grid, dims[1:], "a view splits it")
             if len(self.edges) == before:
                 return found
+
+
+def distinct(labels: Tensor) -> Tensor:
+    """Return every label once."""
+    found: Tensor = labels.unique()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _broadcast(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    shape = torch.broadcast_shapes(one.shape, other.shape)  # type: ignore[no-untyped-call]
+    return one.expand(shape), other.expand(shape)
 
 
 def support(group: Tensor) -> set[int]:
@@ -190,8 +201,8 @@ def _alive(group: Tensor, factor: Tensor) -> Tensor:
     used = (factor != 0).any(dim=others[0], keepdim=True) if others else factor != 0
     for dim in others[1:]:
         used = used.any(dim=dim, keepdim=True)
-    used, group = torch.broadcast_tensors(used, group)
-    return group[used].unique()
+    used, group = _broadcast(used, group)
+    return distinct(group[used])
 
 
 def _components(count: int, edges: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

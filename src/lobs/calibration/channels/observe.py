@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lobs.calibration.channels.labels import Groups, Labels
-from lobs.calibration.channels.rules import Call, alike_after, rule_of, tensors_in
+from lobs.calibration.channels.labels import Groups, Labels, distinct
+from lobs.calibration.channels.rules import alike_after, rule_of
+from lobs.calibration.channels.steps import Call, tensors_in
 from lobs.calibration.forward import call, evaluating
 
 Slot = tuple[str, int]  # the first name of a parameter or buffer, and one of its dimensions
@@ -66,12 +67,14 @@ class _Known:
     alike: frozenset[int] = frozenset()  # dimensions along which all its values are the same
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follow labels through all operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.labels, self.branches, self.met = Labels(), False, set[int]()
+        # Memory that was written in place, and whether with the same values for every input.
+        self.written: dict[int, bool] = {}
         self.known = WeakTensorKeyDictionary()
 
     def groups(self, tensor: Tensor) -> Groups:
@@ -80,15 +83,15 @@ class _Watch(TorchDispatchMode):
 
     def steady(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the same for every input of the network."""
-        return self._of(tensor).steady
+        return self._of(tensor).steady and self.written.get(_memory(tensor), True)
 
     def alike(self, tensor: Tensor) -> set[int]:
         """Return the dimensions along which all values of a tensor are known to be the same."""
         single = {d for d, n in enumerate(tensor.shape) if n == 1 or tensor.stride(d) == 0}
-        return single | self._of(tensor).alike
+        return single if _memory(tensor) in self.written else single | self._of(tensor).alike
 
     def _of(self, tensor: Tensor) -> _Known:
-        found = self.known.get(tensor)
+        found = self.known.get(tensor)  # type: ignore[no-untyped-call]
         return _Known(computed=tensor.is_floating_point()) if found is None else found
 
     def start(self, tensor: Tensor) -> list[Tensor | None]:
@@ -104,9 +107,7 @@ class _Watch(TorchDispatchMode):
         self.known[tensor] = _Known(groups, steady=True)
         return lines
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and follow the labels of its inputs."""
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
@@ -117,7 +118,10 @@ class _Watch(TorchDispatchMode):
         if step.name in ("_local_scalar_dense", "is_nonzero", "equal"):
             self._left(step)
             return out
-        steady, computed = all(s.steady for s in sources), any(s.computed for s in sources)
+        steady, computed = all(map(self.steady, given)), any(s.computed for s in sources)
+        if func._schema.is_mutable:
+            for t in step.written():
+                self.written[_memory(t)] = steady and self.written.get(_memory(t), True)
         results = list(tensors_in(out))
         for tensor, groups in zip(results, self._followed(step, results), strict=True):
             floats = tensor.is_floating_point() and not steady
@@ -142,7 +146,7 @@ class _Watch(TorchDispatchMode):
         several = bool(found) and isinstance(found[0], list)
         if isinstance(step.out, Tensor):
             return [found]
-        return found if several or not found and len(results) == 0 else [found] * len(results)
+        return found if several or (not found and len(results) == 0) else [found] * len(results)
 
     def _left(self, step: Call) -> None:
         """Note a value that leaves torch: the network may branch on it."""
@@ -150,6 +154,11 @@ class _Watch(TorchDispatchMode):
             self.branches |= t.dtype == torch.bool and self._of(t).computed
             for group in self.groups(t):
                 self.labels.fix(group, "the network looks at its values")
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return a key that is equal for tensors that share memory."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _name(function: Any) -> str:
@@ -189,9 +198,7 @@ def first_samples(batches: Iterable[Any], count: int = 2) -> Any:
     sizes = {len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim()}
     if len(sizes) != 1:
         return batch
-    return {
-        k: v[:count] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()
-    }
+    return {k: v[:count] if isinstance(v, Tensor) and v.dim() else v for k, v in batch.items()}
 
 
 @contextmanager
@@ -220,12 +227,12 @@ def _channels(labels: Labels, lines: Mapping[Slot, Tensor]) -> tuple[list[Family
     found = labels.classes()
     why: dict[int, str] = {}
     for group, reason in labels.fixed:
-        for number in found[group].unique().tolist():
+        for number in distinct(found[group]).tolist():
             why.setdefault(number, reason)
     reading = torch.zeros(labels.count, dtype=torch.bool)
     for group in labels.readers:
         reading[group] = True
-    read, alive = (set(found[g].unique().tolist()) for g in (reading, _joined(labels.alive)))
+    read, alive = (set(distinct(found[g]).tolist()) for g in (reading, _joined(labels.alive)))
     members: dict[int, list[tuple[Slot, int]]] = {}
     stays: dict[Slot, str] = {}
     for slot, line in lines.items():

@@ -131,9 +131,7 @@ def _makeup(families: Iterable[Family]) -> dict[frozenset[Slot], Makeup]:
     return {frozenset(f.slots): (len(f), _widths(f)) for f in families}
 
 
-def _fits(
-    slots: frozenset[Slot], makeup: Makeup, expected: dict[frozenset[Slot], Makeup]
-) -> bool:
+def _fits(slots: frozenset[Slot], makeup: Makeup, expected: dict[frozenset[Slot], Makeup]) -> bool:
     """Return whether channels are those that the cuts should leave."""
     if makeup == expected.get(slots):
         return True

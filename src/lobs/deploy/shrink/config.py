@@ -108,7 +108,7 @@ def _misfits(model: nn.Module, config: Any) -> list[str] | None:
 def _same_output(model: nn.Module, config: Any, example: Any) -> bool:
     """Return whether a new network with the weights of this one gives the same output."""
     try:
-        fresh = type(model)(copy.deepcopy(config)).to(model.dtype)
+        fresh = type(model)(copy.deepcopy(config)).to(next(model.parameters()).dtype)
         fresh.load_state_dict(model.state_dict())
         outputs = []
         for network in (model, fresh):

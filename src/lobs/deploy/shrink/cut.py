@@ -82,9 +82,9 @@ def fit_to(
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d) and not attributes:
             _describe(module)
-        elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-            if module.running_mean is not None:
-                module.num_features = len(module.running_mean)
+        norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)
+        if norm and isinstance(module.running_mean, Tensor):
+            module.num_features = module.running_mean.numel()  # type: ignore[assignment]
     for name, value in (attributes or {}).items():
         path, _, own = name.rpartition(".")
         setattr(model.get_submodule(path), own, value)

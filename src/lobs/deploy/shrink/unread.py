@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -26,7 +26,7 @@ class Taken:
 
     removed: int = 0
     stayed: tuple[str, ...] = ()
-    sizes: Sizes = Sizes()
+    sizes: Sizes = field(default_factory=Sizes)
     families: int = 0
     kept: tuple[str, ...] = ()
 

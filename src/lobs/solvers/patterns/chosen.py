@@ -63,38 +63,59 @@ def _mask(problem: Problem, target: Chosen) -> Tensor:
     return mask
 
 
-def cheapest_sets(problems: Sequence[tuple[Problem, Tensor]], count: int) -> Tensor:
-    """Return which sets of columns cost least when all rows of all problems lose them.
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Hold a layer that reads sets of columns.
 
-    One problem of moderate width is taken apart by group OBS: each set at its cost after those
+    Args:
+        problem: its problem, of one group.
+        columns: the columns of each set, (sets, columns).
+        importance: what an error of each row counts for.
+    """
+
+    problem: Problem
+    columns: Tensor
+    importance: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weights in equilibrated units, with rows scaled by their importance."""
+        (metric,), ((weight, _),) = self.problem.metrics, self.problem.groups
+        rows = self.importance.to(weight.device).sqrt().unsqueeze(1)
+        return metric.scaled(weight).to(torch.float64) * rows
+
+
+def cheapest_sets(readers: Sequence[Reader], count: int) -> Tensor:
+    """Return which sets of columns cost least when all rows of all readers lose them.
+
+    One reader of moderate width is taken apart by group OBS: each set at its cost after those
     before it. Otherwise costs are those of losing one set alone, relative to each layer's output.
 
     Args:
-        problems: layer problems of one group, and the sets in each, (sets, columns of a set).
+        readers: the layers that read the sets.
         count: how many sets go.
     """
-    if len(problems) == 1 and problems[0][0].weight.shape[-1] <= _GREEDY_COLUMNS:
-        return _greedy_sets(*problems[0], count)
-    total = torch.zeros(len(problems[0][1]), dtype=torch.float64)
-    for problem, columns in problems:
-        (metric,), ((weight, _),) = problem.metrics, problem.groups
-        inverse, scaled = metric.inverse, metric.scaled(weight)
+    if len(readers) == 1 and readers[0].problem.weight.shape[-1] <= _GREEDY_COLUMNS:
+        return _greedy_sets(readers[0], count)
+    total = torch.zeros(len(readers[0].columns), dtype=torch.float64)
+    for reader in readers:
+        columns, weight = reader.columns, reader.weight
+        inverse = reader.problem.metrics[0].inverse
         tiles = inverse[columns.unsqueeze(2), columns.unsqueeze(1)].to(torch.float64)
-        parts = scaled[:, columns].transpose(0, 1).to(torch.float64)
-        total += linalg.block_costs(tiles, parts).cpu() / max(problem.energy, 1e-300)
+        costs = linalg.block_costs(tiles, weight[:, columns].transpose(0, 1)).cpu()
+        total += costs / costs.sum().clamp_min(1e-300)
     return total.argsort(stable=True)[:count]
 
 
-def _greedy_sets(problem: Problem, columns: Tensor, count: int) -> Tensor:
+def _greedy_sets(reader: Reader, count: int) -> Tensor:
     """Return the first sets that group OBS removes."""
-    (metric,), ((weight, _),) = problem.metrics, problem.groups
-    own = columns.flatten()
+    weight, own = reader.weight, reader.columns.flatten()
     rest = torch.ones(weight.shape[1], dtype=torch.bool)
     rest[own] = False
     place = torch.cat([own, rest.nonzero().squeeze(1)]).to(weight.device)
-    inverse = metric.inverse.to(torch.float64)[place][:, place]
-    scaled = metric.scaled(weight).to(torch.float64)[:, place].unsqueeze(0)
-    order, _ = greedy_blocks(inverse, scaled.clone(), *columns.shape, count)
+    inverse = reader.problem.metrics[0].inverse.to(torch.float64)[place][:, place]
+    sets, wide = reader.columns.shape
+    order, _ = greedy_blocks(inverse, weight[:, place].unsqueeze(0), sets, wide, count)
     return order[0].cpu()
 
 
