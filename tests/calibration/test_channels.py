@@ -226,3 +226,32 @@ def test_channels_that_are_written_into_other_memory_stay():
 
     channels = observe(Net(), torch.randn(3, 4))
     assert not channels.families and channels.stays["first.weight", 0] == "copy_"
+
+
+class Strict(nn.Module):
+    """Three branches side by side; the code insists on the size of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(4, 8)
+        self.last = nn.Linear(20, 3)
+
+    def forward(self, x):
+        a = self.a(x)
+        if a.shape[-1] != 6:
+            raise ValueError("six are needed")
+        return self.last(torch.cat([a, self.b(x), self.c(x)], -1).tanh())
+
+
+def test_families_that_share_a_reader_are_cut_one_after_another():
+    torch.manual_seed(0)
+    model, x = Strict(), torch.randn(5, 4)
+    channels = observe(model, x)
+    cuts = [Cut(f, torch.tensor([0, 2])) for f in channels.families]
+    masked = silenced(model, cuts)
+    smaller = copy.deepcopy(masked)
+    ((failed, why),) = Removal(smaller, x, channels.families).remove(cuts)
+    assert "six are needed" in why and ("a.weight", 0) in failed.family.slots
+    assert (smaller.b.out_features, smaller.c.out_features) == (4, 6)
+    other = torch.randn(7, 4)
+    torch.testing.assert_close(smaller(other), masked(other))

@@ -41,6 +41,7 @@ def coupled_plan(session: Session, target: Pattern) -> dict[str, Target | None] 
         session: the network, its data and layers.
         target: what is wanted; units.
     """
+    order = list(session.calibration)  # which refuses batches that the network cannot take
     example = first_samples(session.batches)
     try:
         channels = observe(session.model, example)
@@ -52,7 +53,7 @@ def coupled_plan(session: Session, target: Pattern) -> dict[str, Target | None] 
     losses = _possible(session.model, example, channels, losses)
     if not losses:
         return None
-    gone = _chosen(session, losses, parts)
+    gone = _chosen(session, losses, parts, order)
     plan: dict[str, Target | None] = {}
     for layer in session.layers:
         if bool(gone[layer.name].any()):
@@ -63,7 +64,10 @@ def coupled_plan(session: Session, target: Pattern) -> dict[str, Target | None] 
 
 
 def _chosen(
-    session: Session, losses: Sequence[_Loss], parts: Mapping[str, Sequence[Layer]]
+    session: Session,
+    losses: Sequence[_Loss],
+    parts: Mapping[str, Sequence[Layer]],
+    order: Sequence[str],
 ) -> dict[str, Tensor]:
     """Return which weights go, by layer.
 
@@ -74,11 +78,11 @@ def _chosen(
         session: the network, its data and layers.
         losses: the families that lose channels.
         parts: layers by the name of their parameter.
+        order: names of the layers as they run.
     """
     gone = {x.name: torch.zeros(x.weight.shape, dtype=torch.bool) for x in session.layers}
     counts = {x.name: torch.ones(x.groups * x.rows, dtype=torch.float64) for x in session.layers}
-    order = {name: place for place, name in enumerate(session.calibration)}
-    last = [max(order[layer.name] for layer, _ in loss.readers) for loss in losses]
+    last = [max(order.index(layer.name) for layer, _ in loss.readers) for loss in losses]
     for place in sorted(range(len(losses)), key=lambda n: last[n], reverse=True):
         loss = losses[place]
         readers = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs.calibration.channels.labels import distinct
-from lobs.calibration.channels.observe import Family, Slot
+from lobs.calibration.channels.watching import Family, Slot
 
 Undo = Callable[[], None]
 Saved = list[tuple[dict[str, Any], str, Any]]  # dictionaries, keys and old values

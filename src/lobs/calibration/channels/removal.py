@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lobs.calibration.channels.cutting import Cut, Sizes, cut
-from lobs.calibration.channels.observe import Family, Slot, observe
+from lobs.calibration.channels.watching import Family, Slot, observe
 from lobs.calibration.forward import call, evaluating, main_output
 from lobs.errors import CalibrationError
 
@@ -40,6 +40,7 @@ class Removal:
     _made: dict[frozenset[Slot], Makeup] = field(init=False)
     _before: Tensor = field(init=False)
     sizes: Sizes = field(default_factory=Sizes)
+    _gone: dict[Slot, Tensor] = field(default_factory=dict)  # indices in the uncut network
 
     def __post_init__(self) -> None:
         self._made = _makeup(self.families)
@@ -86,10 +87,26 @@ class Removal:
         expected = self._made | {
             frozenset(each.family.slots): (each.left, _widths(each.family)) for each in cuts
         }
-        why = cut(self.model, cuts, lambda: self._differs(expected), thorough=thorough)
+        now = [self._renumbered(each) for each in cuts]
+        why = cut(self.model, now, lambda: self._differs(expected), thorough=thorough)
         if not why:
-            self._made, self.sizes = expected, self.sizes | Sizes.of(self.model, cuts)
+            self._made, self.sizes = expected, self.sizes | Sizes.of(self.model, now)
+            for each in cuts:
+                for slot, indices in each.family.slots.items():
+                    lost = [indices[each.gone].flatten(), *self._lost(slot)]
+                    self._gone[slot] = torch.cat(lost).sort().values
         return why
+
+    def _lost(self, slot: Slot) -> list[Tensor]:
+        return [self._gone[slot]] if slot in self._gone else []
+
+    def _renumbered(self, each: Cut) -> Cut:
+        """Return a cut with the indices that its channels have after earlier cuts."""
+        slots = {
+            slot: indices - sum(torch.searchsorted(lost, indices) for lost in self._lost(slot))
+            for slot, indices in each.family.slots.items()
+        }
+        return Cut(replace(each.family, slots=slots), each.gone)
 
     def _differs(self, expected: dict[frozenset[Slot], Makeup]) -> str:
         """Return how the network differs from before; empty if it does not."""

@@ -88,7 +88,7 @@ class Reader:
 def cheapest_sets(readers: Sequence[Reader], count: int) -> Tensor:
     """Return which sets of columns cost least when all rows of all readers lose them.
 
-    One reader of moderate width is taken apart by group OBS: each set at its cost after those
+    From one reader of moderate width group OBS removes them: each set at its cost after those
     before it. Otherwise costs are those of losing one set alone, relative to each layer's output.
 
     Args:
