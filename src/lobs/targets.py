@@ -260,6 +260,15 @@ class Pattern:
         return self
 
     @property
+    def coupled(self) -> bool:
+        """Whether units leave all layers that share or read them, so that the network shrinks."""
+        return False
+
+    def count(self, n: int) -> int:
+        """Return how many of `n` parts go."""
+        raise NotImplementedError
+
+    @property
     def removes_everything(self) -> bool:
         """Whether a layer with this pattern keeps no weight."""
         return bool(getattr(self, self.by_layer) == 1)
@@ -376,12 +385,19 @@ class Block(Pattern):
 
 @dataclass(frozen=True)
 class Structured(Pattern):
-    """Remove whole output units (rows, filters) or whole input channels.
+    """Remove whole units (rows, filters, hidden units, attention heads) or whole input channels.
 
-    ⌊fraction · n + ½⌋ units or channels go. A removed unit keeps its bias at the best constant.
-    `lobs.shrink` then takes removed units out of the network. In `prune`, a single number leaves
-    the last layer whole (for units) or the first (for inputs): those are the network's own outputs
-    and inputs. Name such a layer in a mapping to prune it too.
+    ⌊fraction · n + ½⌋ of n units or channels go. `lobs.shrink` then takes them out of the network.
+
+    In `prune`, units go together with everything that shares or reads them: the gate of a hidden
+    unit, the query, key and value of a head, the columns of the next layer. Those that cost the
+    next layer least go, and it makes up for them with the others. Units that could not leave the
+    network stay, such as the outputs or the channels that a layer norm reads.
+
+    A mapping does the same where it names all the layers concerned. In other layers, and where no
+    units can leave the network, each layer loses units by itself: a removed unit keeps its bias at
+    the best constant. A single number then leaves the last layer whole (for units) or the first
+    (for inputs): those are the network's own outputs and inputs.
 
     Args:
         fraction: share of units or channels to remove, or a mapping by layer name or glob.
@@ -410,6 +426,11 @@ class Structured(Pattern):
                 f"layer '{name}' has only {n} {self.what}: all would go for {self.fraction:g}. "
                 "Keep more, or skip the layer."
             )
+
+    @property
+    def coupled(self) -> bool:
+        """Whether units leave all layers that share or read them."""
+        return self.what == "units"
 
     def inside(self, order: Sequence[str]) -> Structured:
         """Return the target for layers in this order; the network's own ends stay whole."""

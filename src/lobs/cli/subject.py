@@ -202,10 +202,13 @@ def _from_file(path: str, samples: int | None, trust: bool, typed: str | None) -
         else _from_function(network, samples)
     )
     try:
-        load = fit_to if saved.record.get("shrunk") else nn.Module.load_state_dict
         if base.model.state_dict().keys() != saved.state_dict.keys():
             base = replace(base, model=folded(base.model))  # as the file's network was
-        load(base.model, saved.state_dict)
+        if saved.record.get("shrunk"):
+            changed = saved.record.get("shrinkage", {}).get("attributes")
+            fit_to(base.model, saved.state_dict, changed)
+        else:
+            base.model.load_state_dict(saved.state_dict)
     except RuntimeError as error:
         raise FileError(
             f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}"

@@ -22,6 +22,7 @@ from lobs.calibration.output_influence import output_influence
 from lobs.layers import Layer, find_layers
 from lobs.layers.uses import learnt
 from lobs.pruning import feasibility
+from lobs.pruning.coupled import coupled_plan
 from lobs.pruning.coverage import Coverage, coverage
 from lobs.pruning.finished import Packed
 from lobs.pruning.latency import Timing, counts_in_time, start_timing
@@ -224,6 +225,8 @@ class Session:
                 return self.allocated(target, max(0.0, spent - flops), uses)
             case Budget(timed=True):
                 return self.allocated_in_time(target)
+            case Pattern() if target.coupled and (plan := coupled_plan(self, target)) is not None:
+                return plan
             case Pattern():
                 target = target.inside(list(self.calibration))
                 feasibility.check_pattern(target, self.layers)

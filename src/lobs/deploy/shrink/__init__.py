@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from lobs.calibration.batches import guarded
+from lobs.calibration.channels import Sizes, first_samples
+from lobs.deploy.shrink.config import fit_config
 from lobs.deploy.shrink.cut import fit_to, keep_inputs, keep_normed, keep_units
 from lobs.deploy.shrink.flow import Flow, Space, follow
-from lobs.errors import CalibrationError, ExportError
+from lobs.deploy.shrink.unread import Taken, take_unread
+from lobs.errors import CalibrationError, ExportError, UnsupportedLayerError
+from lobs.layers.discovery import all_layers
 
 __all__ = ["Shrinkage", "fit_to", "shrink"]
 
@@ -27,12 +31,17 @@ class Shrinkage:
         before: parameters of the network before.
         after: parameters of the smaller network.
         stayed: why some units without weights could not be removed.
+        attributes: numbers that were changed in modules, by path and name.
+        missing: why a Hugging Face configuration does not describe the smaller network; empty
+            where it does.
     """
 
     channels: dict[str, tuple[int, int]]
     before: int
     after: int
     stayed: tuple[str, ...]
+    attributes: Mapping[str, int] = field(default_factory=dict)
+    missing: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -41,6 +50,7 @@ class Shrinkage:
             if now < was
         ]
         lines += [f"stayed: {why}" for why in self.stayed]
+        lines += [self.missing] if self.missing else []
         share = self.after / max(1, self.before)
         return "\n".join([*lines, f"{self.before:,} → {self.after:,} parameters ({share:.1%})"])
 
@@ -50,33 +60,69 @@ def shrink(
 ) -> tuple[nn.Module, Shrinkage]:
     """Return a smaller network with the same outputs in eval mode, and a report.
 
-    A channel is removed where every layer that reads it finds it constant, or gives it no weight.
-    The constant moves into the reader's bias. A residual sum loses the channels that are empty on
-    both sides.
+    Channels go where every layer that reads them gives them no weight: filters, hidden units, whole
+    attention heads. The network is run once, so that every operation shows which channels stay or
+    go together. The smaller network is run too, and must give the same output.
+
+    Where `torch.fx` can trace the network, channels that are constant go as well. The constant
+    moves into the reader's bias. A residual sum loses the channels that are empty on both sides.
 
     Other empty channels stay, and the report says why. A constant that a zero-padded convolution
-    reads is not constant at the borders. Channels are not followed through unknown steps.
+    reads is not constant at the borders.
+
+    A Hugging Face configuration is changed with the network, where it has fields for the sizes.
 
     Args:
-        model: any network that `torch.fx` can trace; left as it was found.
+        model: any network; left as it was found.
         batches: the batches that `prune` takes, of which the first is used, or one input.
     """
     if not isinstance(model, nn.Module):
         raise ExportError(
             f"model is a {type(model).__name__}: give the network, such as result.model."
         )
-    example = _first(batches)
+    example = first_samples([_first(batches)])
     smaller = copy.deepcopy(model)
-    was: dict[str, int] = {}
+    was, sizes = _units(smaller), Sizes()
     while True:  # removed channels may leave other units without weights
-        sizes, stayed, removed = _pass(smaller, example)
-        was, now = was or sizes, sizes
-        if not removed:
+        unread = take_unread(smaller, example)
+        sizes |= unread.sizes
+        constant = _take_constant(smaller, example, unread)
+        if not unread.removed and not constant.removed:
             break
+    stayed = (*unread.stayed, *constant.stayed)
+    missing = fit_config(smaller, example, sizes)
+    now = _units(smaller)
     before, after = (sum(p.numel() for p in m.parameters()) for m in (model, smaller))
-    return smaller, Shrinkage(
-        {name: (was[name], now[name]) for name in was}, before, after, tuple(stayed)
-    )
+    channels = {name: (was[name], now[name]) for name in was}
+    changed = _changed_attributes(model, smaller)
+    return smaller, Shrinkage(channels, before, after, stayed, changed, missing)
+
+
+def _changed_attributes(model: nn.Module, smaller: nn.Module) -> dict[str, int]:
+    """Return the whole numbers that differ between the modules of two networks, by path."""
+    theirs = dict(smaller.named_modules())
+    return {
+        f"{path}.{name}" if path else name: vars(theirs[path])[name]
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int and vars(theirs[path]).get(name) != value
+    }
+
+
+def _units(model: nn.Module) -> dict[str, int]:
+    """Return the number of units of every layer."""
+    return {layer.name: layer.groups * layer.rows for layer in all_layers(model)}
+
+
+def _take_constant(model: nn.Module, example: Any, unread: Taken) -> Taken:
+    """Remove constant channels, where the network can be traced."""
+    try:
+        flow = follow(model, example)
+    except UnsupportedLayerError:
+        if not unread.families:
+            raise
+        return Taken(stayed=unread.kept)
+    return _pass(flow, model)
 
 
 def _first(batches: Tensor | Mapping[str, Any] | Iterable[Any]) -> Any:
@@ -95,21 +141,16 @@ def _first(batches: Tensor | Mapping[str, Any] | Iterable[Any]) -> Any:
     return batch
 
 
-def _pass(model: nn.Module, example: Any) -> tuple[dict[str, int], list[str], int]:
-    """Remove channels once, in place.
-
-    Returns the sizes before, the reasons why units stayed, and the number of removed channels.
-    """
-    flow = follow(model, example)
-    sizes, stayed, removed = dict[str, int](), list[str](), 0
+def _pass(flow: Flow, model: nn.Module) -> Taken:
+    """Remove channels once, in place."""
+    stayed, removed = list[str](), 0
     plans = [(space, *_removable(flow, space, model)) for space in flow.spaces()]
     for space, gone, reasons in plans:
-        sizes |= dict.fromkeys(space.producers, space.size)
         stayed += reasons
         going = gone[1:] if len(gone) == space.size else gone  # torch has no layers without units
         _cut(flow, space, model, going)
         removed += len(going)
-    return sizes, stayed, removed
+    return Taken(removed, tuple(stayed))
 
 
 def _removable(flow: Flow, space: Space, model: nn.Module) -> tuple[Tensor, list[str]]:

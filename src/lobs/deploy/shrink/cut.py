@@ -58,24 +58,36 @@ def keep_normed(norm: nn.BatchNorm1d | nn.BatchNorm2d, channels: Tensor) -> None
     norm.num_features = len(channels)
 
 
-def fit_to(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+def fit_to(
+    model: nn.Module, state: Mapping[str, Tensor], attributes: Mapping[str, int] | None = None
+) -> nn.Module:
     """Resize a freshly built network to a shrunk one's state dict, load it, and return it.
 
     A file written by `lobs shrink` holds weights only. Its network is the original's code with
     smaller modules.
+
+    Args:
+        model: the network as its code builds it.
+        state: the shrunk network's state dict.
+        attributes: numbers that shrinking changed in modules, as the report gives them.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.BatchNorm1d | nn.BatchNorm2d):
-            for own in ("weight", "bias", "running_mean", "running_var"):
-                new = state.get(f"{name}.{own}" if name else own)
-                if new is not None and (
-                    getattr(module, own) is None or getattr(module, own).shape != new.shape
-                ):
-                    _set(module, own, torch.empty_like(new))
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                _describe(module)
-            elif module.running_mean is not None:
-                module.num_features = len(module.running_mean)
+    for name, new in state.items():
+        path, _, own = name.rpartition(".")
+        module = _submodule(model, path)
+        old = None if module is None else getattr(module, own, None)
+        # Shrinking adds a bias to a layer without one, where a constant moves into it.
+        fits = isinstance(old, Tensor) and old.shape == new.shape
+        if module is not None and not fits and (isinstance(old, Tensor) or own == "bias"):
+            _set(module, own, torch.empty_like(new))
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d) and not attributes:
+            _describe(module)
+        norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)
+        if norm and isinstance(module.running_mean, Tensor):
+            module.num_features = module.running_mean.numel()  # type: ignore[assignment]
+    for name, value in (attributes or {}).items():
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, value)
     try:
         model.load_state_dict(dict(state))
     except RuntimeError as error:
@@ -84,6 +96,13 @@ def fit_to(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
             f"{str(error).splitlines()[-1].strip()}"
         ) from error
     return model
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:

@@ -131,12 +131,12 @@ def _stripes(
     with track(f"blocks {problem.name}", count) as advance:
         for start in range(0, count, batch):
             part = w[start : start + batch].clone()
-            parts.append(_greedy_blocks(a, part, blocks, wide, steps))
+            parts.append(greedy_blocks(a, part, blocks, wide, steps))
             advance(len(part))
     return torch.cat([order for order, _ in parts]), torch.cat([loss for _, loss in parts])
 
 
-def _greedy_blocks(
+def greedy_blocks(
     a: Tensor, w: Tensor, blocks: int, wide: int, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Remove blocks greedily. Left-looking: only the rows of A that are needed are formed."""
