@@ -18,6 +18,7 @@ from lobs._system.progress import shown, track
 from lobs.calibration.batches import guarded
 from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
 from lobs.calibration.moments import Moments
+from lobs.calibration.padding import unpadded
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, find_layers, watching
 from lobs.storage.run_store import RunStore
@@ -254,10 +255,11 @@ def _count(layer: Layer, moments: dict[str, Moments], counts_only: bool, x: Tens
     """Add one call's input to the moments of its layer."""
     if layer.name not in moments:
         moments[layer.name] = Moments.of(layer, x.device, counts_only=counts_only)
+    x = unpadded(layer, x.detach())
     if counts_only:
-        moments[layer.name].note(x.detach(), layer.vectors(x))
+        moments[layer.name].note(x, layer.vectors(x))
         return
-    for piece in layer.patches(x.detach()):
+    for piece in layer.patches(x):
         moments[layer.name].add(piece)
 
 

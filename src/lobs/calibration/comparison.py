@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
+from lobs.calibration.padding import masks_of, padded, without_padding
 from lobs.layers import Layer, watching
 from lobs.solvers import linalg
 
@@ -76,8 +77,9 @@ class Comparison:
 
     def add(self, batch: Any) -> None:
         """Run both networks on a batch and add their distance."""
-        first = _run(self.dense, batch, [(before, self._note) for before, _ in self.pairs])
-        second = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
+        with padded(masks_of(batch)):
+            first = _run(self.dense, batch, [(before, self._note) for before, _ in self.pairs])
+            second = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
         if first is None or second is None:
             self._comparable = False
         else:
@@ -112,10 +114,11 @@ class Comparison:
 
     def _note(self, name: str, z: Tensor) -> None:
         # A copy: the next step may overwrite the layer's output in place.
-        self._outputs.setdefault(name, []).append(z.detach().clone())
+        self._outputs.setdefault(name, []).append(without_padding(z.detach()).clone())
 
     def _compare(self, name: str, z_hat: Tensor) -> None:
         z, sums = self._outputs[name].pop(0), self._sums[name]
+        z_hat = without_padding(z_hat)
         kind = torch.promote_types(z.dtype, torch.float32)
         sums[1] += linalg.energy(z)
         sums[0] += linalg.energy(z.to(kind).sub_(z_hat.detach().to(kind)))
@@ -172,4 +175,5 @@ def _run(
     model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]
 ) -> Tensor | None:
     with watching(layer.on_output(partial(callback, layer.name)) for layer, callback in watched):
-        return main_output(call(model, batch))
+        out = main_output(call(model, batch))
+        return None if out is None else without_padding(out)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.batches import remedy_for, user_code, written
+from lobs.calibration.padding import masks_of, padded
 from lobs.errors import CalibrationError
 from lobs.layers.graph import device_of
 
@@ -22,9 +23,12 @@ def call(model: nn.Module, batch: Any) -> Any:
     A batch is a tensor, a tuple whose first item is the input, or a mapping of keyword arguments.
     """
     if isinstance(batch, Mapping):
-        with user_code(
-            f"running the network on a batch of {', '.join(map(str, batch))}",
-            partial(_remedy, model, batch),
+        with (
+            user_code(
+                f"running the network on a batch of {', '.join(map(str, batch))}",
+                partial(_remedy, model, batch),
+            ),
+            padded(masks_of(batch)),
         ):
             return _run(model, batch)
     if isinstance(batch, tuple | list):

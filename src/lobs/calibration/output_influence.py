@@ -20,6 +20,7 @@ from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.calibration.batches import user_code
 from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
+from lobs.calibration.padding import masks_of, positions
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 
@@ -74,6 +75,9 @@ def output_influence(
             if not out.requires_grad:  # no layer influences the output
                 continue
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+            real = positions(out, masks_of(batch))
+            if real is not None:
+                signs[~real] = 0  # the outputs of padded positions are nobody's concern
             with user_code(
                 "going back through the network, as a budget for all of it needs (scope='layer' "
                 "does not),"

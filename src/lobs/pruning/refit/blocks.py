@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
+from lobs.calibration.padding import padded, positions, unpadded
 from lobs.layers import Layer, watching
 from lobs.pruning.refit.descent import (
     Free,
@@ -158,12 +159,13 @@ def _units(block: Repeated, layers: Sequence[Layer]) -> dict[str, Tensor]:
     }
 
     def note(layer: Layer, x: Tensor) -> None:
-        for piece in layer.patches(x.detach().to(torch.float32)):
+        for piece in layer.patches(unpadded(layer, x.detach()).to(torch.float32)):
             energies[layer.name] += piece.double().square().sum(dim=1)
 
     with watching(layer.on_input(partial(note, layer)) for layer in layers):
         for sample in block.samples()[:1]:
-            sample.arguments.run(block.module, loaded(sample.inputs).clone())
+            with padded(sample.masks):
+                sample.arguments.run(block.module, loaded(sample.inputs).clone())
     process_group().all_reduce(*energies.values())
     found: dict[str, Tensor] = {}
     for layer in layers:
@@ -188,8 +190,8 @@ class _BlockDistance:
         group = process_group()
         total, size, self.held_energy = group.sum_numbers(
             float(sum(counts) - sum(sample.inputs.shape[0] for sample in held)),
-            float(sum(math.prod(sample.wanted.shape) for sample in held)),
-            sum(_energy(loaded(sample.wanted)) for sample in held),
+            float(sum(map(_numbers, held))),
+            sum(_energy(loaded(x.wanted), positions(x.wanted, x.masks)) for x in held),
         )
         # Adam's steps do not depend on the loss's scale, as long as float32 holds the gradients.
         self._scale = size / max(self.held_energy, 1e-30)
@@ -220,7 +222,9 @@ class _BlockDistance:
         arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
         out = flowing(arguments.run(work, x.to(torch.float32, copy=True)))
         assert out is not None
-        far: Tensor = _by_size(out - goal, goal).square().sum()
+        mask = positions(sample.wanted, sample.masks)
+        mask = None if mask is None else mask[rows].to(goal.device)
+        far: Tensor = _real(_by_size(out - goal, goal, mask), mask).square().sum()
         return far
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
@@ -229,22 +233,42 @@ class _BlockDistance:
         return all(separable(partial(self._squared, work), piece) for piece in forms.values())
 
 
-def _by_size(far: Tensor, wanted: Tensor) -> Tensor:
+def _by_size(far: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
     """Divide deviations in sequences by the size of each position's features.
 
     Norms stand between the blocks of a transformer, so a deviation counts by its share of the
     position. Single tokens can be a thousand times larger than all others.
+
+    Args:
+        far: the deviations.
+        wanted: the dense block's output.
+        mask: True where a position is no padding.
     """
     if wanted.dim() != 3:
         return far
     each = wanted.square().mean(dim=-1, keepdim=True)
-    least = _LEAST_ENERGY * each.median(dim=1, keepdim=True).values + 1e-30
-    return far / each.maximum(least).sqrt()
+    if mask is None:
+        typical = each.median(dim=1, keepdim=True).values
+    else:
+        real = each.masked_fill(~mask.unsqueeze(-1), torch.nan)
+        typical = real.nanmedian(dim=1, keepdim=True).values.nan_to_num()
+    return far / each.maximum(_LEAST_ENERGY * typical + 1e-30).sqrt()
 
 
-def _energy(wanted: Tensor) -> float:
+def _energy(wanted: Tensor, mask: Tensor | None = None) -> float:
     wanted = wanted.to(torch.float32)
-    return linalg.energy(_by_size(wanted, wanted))
+    return linalg.energy(_real(_by_size(wanted, wanted, mask), mask))
+
+
+def _real(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the values at positions that are no padding."""
+    return values if mask is None else values[mask]
+
+
+def _numbers(sample: Sample) -> int:
+    """Return how many numbers the dense block's output has, without padded positions."""
+    mask, shape = positions(sample.wanted, sample.masks), sample.wanted.shape
+    return math.prod(shape) if mask is None else int(mask.sum()) * math.prod(shape[2:])
 
 
 def _enough_rows(samples: Sequence[Sample], free: Free) -> float:
