@@ -47,8 +47,9 @@ def complete_solver(incomplete: str) -> list[str]:
 SubjectArgument = Annotated[
     str,
     typer.Argument(
-        help="A zoo network (lenet300, lenet5, …), a file written by lobs, or your own "
-        "package.module:function that returns (model, batches) or (model, batches, evaluate).",
+        help="A zoo network (lenet300, lenet5, …), a file written by lobs, a folder of "
+        "transformers or timm (with --data), or your own package.module:function that returns "
+        "(model, batches) or (model, batches, evaluate).",
         metavar="NETWORK",
         autocompletion=complete_network,
     ),
