@@ -16,9 +16,13 @@ from lobs.storage.shards import Shards
 
 
 def masks(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the masks of a pruned folder: True where a weight is kept, by parameter name."""
-    shards = Shards(folder)
-    return {name: mask for file in shards.files for name, mask in shards.masks(file)[1].items()}
+    """Return the masks of a pruned folder: True where a weight is kept, by parameter name.
+
+    The names are those of the loaded network, also where transformers stores tensors under others.
+    """
+    shards, names = Shards(folder), read_record(Path(folder)).get("names", {})
+    found = {name: mask for file in shards.files for name, mask in shards.masks(file)[1].items()}
+    return {names.get(name, name): mask for name, mask in found.items()}
 
 
 def verify(folder: str | os.PathLike[str]) -> list[Finding]:
@@ -31,18 +35,23 @@ def verify(folder: str | os.PathLike[str]) -> list[Finding]:
     rows: list[Any] = record.get("layers", [])
     seen: set[str] = set()
     for file in shards.files:
-        tensors, own = shards.masks(file)
+        tensors, own = (_renamed(part, record) for part in shards.masks(file))
         here = [row for row in rows if own.keys() & set(row.get("parameters", ()))]
         seen |= {row["name"] for row in here}
         part = {"layers": here, "settings": record.get("settings", {})}
         found += verify_masks(Checkpoint(tensors, own, part))
-    lost = [row["name"] for row in rows if row["name"] not in seen]
+    lost = [row["name"] for row in rows if row["parameters"] and row["name"] not in seen]
     found += [Finding(f"masks {name}", False, "the folder holds no mask of it") for name in lost]
     kept = sum(int(row["kept"]) for row in rows)
     found.append(
         Finding("all layers", kept == record.get("kept"), f"kept {kept:,} of {record['total']:,}")
     )
     return found
+
+
+def _renamed(tensors: dict[str, Tensor], record: dict[str, Any]) -> dict[str, Tensor]:
+    names = record.get("names", {})
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def _same_files(folder: Path, record: dict[str, Any], shards: Shards) -> list[Finding]:

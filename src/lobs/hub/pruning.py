@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from lobs._system.run_log import peak_bytes
 from lobs.calibration.blocks.skeleton import Skeleton
 from lobs.errors import BlocksError, FileError, LobsError
 from lobs.hub.advice import advice
+from lobs.hub.headers import mask_headers
 from lobs.hub.measuring import Answers, answers, scores
 from lobs.hub.record import CARD, HubResult, digest, write_card, write_record
 from lobs.hub.rows import Prepared, Reading, prepare
@@ -32,7 +33,7 @@ from lobs.pruning import api
 from lobs.pruning.folder import prune_folder
 from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.pruning.result import LayerResult
-from lobs.storage.shards import Shards, copy_others, write_shard
+from lobs.storage.shards import Shards, copy_others
 from lobs.targets import Pattern, Sparsity, Target, wanted
 
 if TYPE_CHECKING:
@@ -56,9 +57,8 @@ def prune(
 ) -> HubResult:
     """Prune a folder of transformers or timm, and write a folder that loads the same way.
 
-    Embeddings and output heads that share their weights stay dense. So does an output head that is
-    a layer of its own. Every other linear layer keeps the same share; convolutional networks share
-    one budget.
+    Embeddings and output heads over a vocabulary stay dense, tied or not. Every other linear layer
+    keeps the same share. The layers of a convolutional network share one budget.
 
     Args:
         model: the folder, or "timm:name" with `weights`.
@@ -105,7 +105,7 @@ def prune(
             seconds=time.perf_counter() - began,
             peak_bytes=peak_bytes(),
         )
-        _describe(result, source)
+        _describe(result, source, done.names)
     return result
 
 
@@ -114,6 +114,7 @@ class _Done:
     layers: tuple[LayerResult, ...]
     dense: tuple[str, ...]
     settings: dict[str, Any]
+    names: dict[str, str] = field(default_factory=dict)  # in files → in the network
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ class _Job:
         self.source.set_cache(model, cache)
         with _whole_folder(self.out) as partial:
             self.source.save(model, partial)
-            _mask_headers(partial, result.masks)
+            names = mask_headers(self.source, model, partial, result.masks)
             copy_others(self.source.folder, partial)
             _copy_folders(self.source.folder, partial)
         named = {layer.name for layer in result.layers}
@@ -207,7 +208,7 @@ class _Job:
         library = "timm" if isinstance(self.source, TimmSource) else "transformers"
         kept = {k: v for k, v in result.settings.items() if isinstance(v, str)}
         settings = {**kept, "blocks": "in memory", "library": library}
-        return _Done(result.layers, (*dense, *uncovered_weights(model)), settings)
+        return _Done(result.layers, (*dense, *uncovered_weights(model)), settings, names)
 
     def _layerwise(self) -> Target:
         if self.by_share and isinstance(self.target, Sparsity):
@@ -230,14 +231,6 @@ def _mostly_convolutions(model: nn.Module) -> bool:
     for layer in find_layers(model, None, skip=_heads(model)):
         sizes[layer.weight.dim() > 2] += layer.weight.numel()
     return sizes[True] > sizes[False]
-
-
-def _mask_headers(folder: Path, masks: Mapping[str, Any]) -> None:
-    """Write every shard anew, with the masks of its tensors in the header."""
-    shards = Shards(folder)
-    for file in shards.files:
-        names = [name for name, entry in shards.entries.items() if entry.file == file]
-        write_shard(folder / file, shards.read(names), masks)
 
 
 def _measured(
@@ -275,12 +268,12 @@ def _more_data(held_out: float, seen: float) -> str:
     return ""
 
 
-def _describe(result: HubResult, source: Source) -> None:
+def _describe(result: HubResult, source: Source, names: Mapping[str, str]) -> None:
     card = source.folder / CARD
     original = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     write_card(result, original)
     files = {file: digest(result.out / file) for file in Shards(result.out).files}
-    write_record(result, files)
+    write_record(result, files, names)
 
 
 def _check_out(out: Path) -> None:

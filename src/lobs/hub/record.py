@@ -126,9 +126,15 @@ def described(data: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def write_record(result: HubResult, files: Mapping[str, str]) -> None:
-    """Write the record, with a digest of every shard."""
-    text = json.dumps({**result.record(), "files": dict(files)}, indent=2)
+def write_record(result: HubResult, files: Mapping[str, str], names: Mapping[str, str]) -> None:
+    """Write the record.
+
+    Args:
+        result: the result.
+        files: the digest of every shard.
+        names: a tensor's name in the files → its name in the network, where they differ.
+    """
+    text = json.dumps({**result.record(), "files": dict(files), "names": dict(names)}, indent=2)
     with atomic_write(result.out / RECORD) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
 

@@ -135,7 +135,7 @@ def _drawn(
         return [], list(range(count if reading.samples is None else min(count, reading.samples)))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(reading.seed)).tolist()
     wanted = reading.samples or _SAMPLES.get(source.task, _SAMPLES_ELSE)
-    held = max(_FEWEST, wanted // _HELD_OUT) if count > _FEWEST else 0
+    held = max(_FEWEST, wanted // _HELD_OUT)
     held = min(held, max(count - wanted, count // _HELD_OUT, 1 if count > 1 else 0))
     calibrate = order[: min(wanted, count - held)]
     return calibrate, order[len(calibrate) : len(calibrate) + held]

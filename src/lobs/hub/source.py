@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lobs.errors import FileError
 from lobs.hub.libraries import library, quietly
@@ -114,6 +114,7 @@ class Source:
                     use_safetensors=True,
                     dtype=self.dtype,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below, by name
                 )
         except Exception as error:  # transformers raises whatever it meets
             raise FileError(_line(f"transformers cannot load '{self.folder}'", error)) from error
@@ -123,15 +124,28 @@ class Source:
                 f"'{self.folder}' holds no tensor '{missing[0]}' ({len(missing)} such), which "
                 f"{self.architecture} has. Fetch the folder again."
             )
+        if info.get("mismatched_keys"):
+            name, stored, wanted = sorted(info["mismatched_keys"])[0]
+            raise FileError(
+                f"'{name}' is {tuple(stored)} in '{self.folder}' and {tuple(wanted)} by its "
+                f"{CONFIG}. Fetch the folder again."
+            )
         loaded: nn.Module = model.eval()
         return loaded
 
-    def save(self, model: nn.Module, out: Path) -> None:
-        """Write a network as transformers does, in shards no larger than the source's."""
+    def save(self, model: nn.Module, out: Path, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write a network as transformers does, in shards no larger than the source's.
+
+        Args:
+            model: the network.
+            out: the folder.
+            state: what to write in place of its tensors.
+        """
         largest = max(sum(e.bytes for e in self.shards.entries.values() if e.file == file)
                       for file in self.shards.files)  # fmt: skip
         with quietly():
-            model.save_pretrained(out, max_shard_size=max(largest, 2**20))  # type: ignore[operator]
+            write: Any = model.save_pretrained
+            write(out, max_shard_size=max(largest, 2**20), state_dict=state)
 
 
 def open_source(model: str | os.PathLike[str]) -> Source:

@@ -12,7 +12,7 @@ from typing import Any
 
 import safetensors
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from lobs.errors import FileError, LobsError
 from lobs.hub.libraries import library
@@ -68,9 +68,10 @@ class TimmSource(Source):
             raise FileError(f"'{self.folder}' does not fit {self.architecture}: {text}.") from error
         return model.eval()
 
-    def save(self, model: nn.Module, out: Path) -> None:
+    def save(self, model: nn.Module, out: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write all tensors to one file."""
-        write_shard(out / SINGLE, {name: t.clone() for name, t in model.state_dict().items()})
+        found = model.state_dict() if state is None else state
+        write_shard(out / SINGLE, {name: t.clone() for name, t in found.items()})
 
 
 @contextmanager

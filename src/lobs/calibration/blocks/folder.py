@@ -28,6 +28,9 @@ from lobs.calibration.forward import call
 from lobs.errors import BlocksError, CalibrationError
 from lobs.storage.shards import Shards
 
+# Bytes of activations in memory: at least these, or a quarter of the network. Who prunes from a
+# folder wants to use less memory than the network takes; the rest goes to temporary files.
+_LEAST_HELD = 2**28
 _CHANGE = 1.01  # factor on every block's output, to see which arguments follow the activations
 _REMEDY = "so blocks cannot run one by one. Use lobs.prune with the network in memory."
 
@@ -89,7 +92,10 @@ class FolderBlocks:
             reserved: bytes of a memory limit that the work on a block will need.
         """
         model, limit = self.skeleton.model, memory.limit()
-        self.streams = FolderStreams((model, model), self.batches, self.row, self.hold_out)
+        size = sum(entry.bytes for entry in self.skeleton.shards.entries.values())
+        self.streams = FolderStreams(
+            (model, model), self.batches, self.row, self.hold_out, max(_LEAST_HELD, size // 4)
+        )
         left = None if limit is None else max(0, limit - reserved)
         if self.hold_out:  # the first block tells whether a batch can be cut
             first = self.skeleton.filled(self.row.blocks[0])

@@ -24,6 +24,7 @@ from lobs._system.distributed import process_group
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.arguments import Arguments, flowing, shapes
 from lobs.calibration.blocks.base import (
+    IN_MEMORY,
     KEPT_BACK,
     Block,
     Inputs,
@@ -155,6 +156,7 @@ class Streams:
     batches: Iterable[Any]
     row: Row
     hold_out: bool = False
+    most: int = IN_MEMORY  # bytes of activations that stay in memory
     values: list[list[Any]] = field(default_factory=lambda: [[], []])
     arguments: list[list[dict[str, Arguments]]] = field(default_factory=lambda: [[], []])
     held_out: list[bool] = field(default_factory=list)
@@ -166,7 +168,8 @@ class Streams:
         if self.started:
             return
         self.started = True
-        self.allowed, self.held, shelf = allowed_in_memory(), 0, memory.Shelf()
+        self.allowed = min(self.most, allowed_in_memory())
+        self.held, shelf = 0, memory.Shelf()
         counts = process_group().all_gather(length(self.batches) or 0)
         total, first = sum(counts), sum(counts[: process_group().rank])
         for number, batch in enumerate(self.batches, start=first):
