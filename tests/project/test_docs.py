@@ -25,6 +25,7 @@ RUNNING = {
     name: [code for kind, code in FENCE.findall(text) if kind == "python"]
     for name, text in TEXTS.items()
 }
+EXTRAS = {"language-models.md": ("transformers", "tokenizers", "peft")}
 COMMANDS = [
     (name, line)
     for name, text in TEXTS.items()
@@ -39,6 +40,8 @@ COMMANDS = [
     "name", [name for name, blocks in RUNNING.items() if blocks and name != "README.md"]
 )
 def test_the_code_of_a_page_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
+    for needed in EXTRAS.get(name, ()):
+        pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     scope = {"__name__": "page"}
