@@ -179,7 +179,7 @@ def data_for(architecture, folder):
     return path
 
 
-def timm_folder(folder, name="resnet18", **more):
+def timm_folder(folder, name="test_resnet", **more):
     """Write a timm network's folder; return it and the network."""
     import timm
     from safetensors.torch import save_file

@@ -32,7 +32,7 @@ FEW = Reading(samples=24, length=16)
 
 
 def pruned(big, data, out, keep=0.5, **how):
-    how = {"reading": FEW, "progress": False, **how}
+    how = {"reading": FEW, "progress": False, "refit": "layers", **how}
     return lobs.hub.prune(big, data, keep=keep, out=out, **how)
 
 
@@ -45,7 +45,7 @@ def tensors(folder):
 def test_a_folder_becomes_a_folder_that_loads(architecture, tmp_path):
     big = written(tmp_path / "big", architecture)
     data = data_for(architecture, tmp_path)
-    result = pruned(big, data, tmp_path / "small", refit="layers")
+    result = pruned(big, data, tmp_path / "small")
     assert abs(result.kept - result.total / 2) <= len(result.layers) and result.layers
     network = getattr(transformers, architecture)
     dense, small = (
@@ -84,7 +84,7 @@ def test_type_shards_and_every_other_file_stay(tmp_path, kind):
     (big / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\nMine.")
     (big / "1_Pooling").mkdir()
     (big / "1_Pooling" / "config.json").write_text("{}")
-    result = pruned(big, sentences(), tmp_path / "small", keep="30%", refit="layers")
+    result = pruned(big, sentences(), tmp_path / "small", keep="30%")
     assert {t.dtype for t in tensors(tmp_path / "small").values()} == {kind}
     assert [round(0.3 * x.total + 1e-9) for x in result.layers] == [x.kept for x in result.layers]
     there = {p.name for p in (tmp_path / "small").iterdir()}
@@ -97,9 +97,12 @@ def test_type_shards_and_every_other_file_stay(tmp_path, kind):
     assert result.settings["blocks"] == "read one by one"
 
 
-def test_embeddings_and_tied_heads_stay(tmp_path):
+def test_embeddings_and_tied_heads_stay_and_blocks_are_refitted(tmp_path):
     big = written(tmp_path / "big", tie_word_embeddings=True)
-    result = pruned(big, sentences(), tmp_path / "small", measure=False)
+    result = lobs.hub.prune(
+        big, sentences(), keep=0.5, out=tmp_path / "small", reading=FEW, progress=False
+    )
+    assert result.settings["refit"] == "blocks" and result.after["perplexity"] > 1
     before, after = tensors(big), tensors(tmp_path / "small")
     assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
     assert "lm_head.weight" not in after and "lm_head" in result.dense
@@ -110,7 +113,7 @@ def test_embeddings_and_tied_heads_stay(tmp_path):
 @pytest.mark.parametrize("way", ["blocks", "memory"])
 def test_patterns_and_structures_go_both_ways(tmp_path, way):
     big = written(tmp_path / "big")
-    how = {} if way == "blocks" else {"inputs": "pruned", "refit": "layers"}
+    how = {"refit": "layers", **({} if way == "blocks" else {"inputs": "pruned"})}
     for number, target in enumerate((lobs.NByM(2, 4), lobs.Structured(0.5))):
         out = tmp_path / f"small{number}"
         result = lobs.hub.prune(
@@ -127,8 +130,7 @@ def test_patterns_and_structures_go_both_ways(tmp_path, way):
 
 def test_both_ways_give_the_same_bits(tmp_path):
     big = written(tmp_path / "big")
-    how = {"refit": "layers", "measure": False}
-    first = pruned(big, sentences(), tmp_path / "one", **how)
+    first = pruned(big, sentences(), tmp_path / "one", measure=False)
     names = [layer.name for layer in first.layers]
     model = transformers.LlamaForCausalLM.from_pretrained(big).eval()
     model.config.use_cache = False
@@ -177,7 +179,7 @@ def test_a_timm_folder_and_a_timm_name(tmp_path):
     images = np.random.default_rng(0).integers(0, 255, (24, 3, 32, 32)).astype(np.uint8)
     np.save(tmp_path / "x.npy", images)
     np.save(tmp_path / "x.labels.npy", np.arange(24) % 4)
-    result = pruned(big, tmp_path / "x.npy", tmp_path / "small", refit="layers")
+    result = pruned(big, tmp_path / "x.npy", tmp_path / "small")
     assert result.kept == result.total // 2
     assert result.settings["target"].endswith("scope='network')")  # convolutions share a budget
     assert {"accuracy", "agreement"} <= result.after.keys()
@@ -191,17 +193,16 @@ def test_a_timm_folder_and_a_timm_name(tmp_path):
 @pytest.mark.slow
 def test_a_timm_name_with_weights(tmp_path):
     timm = pytest.importorskip("timm")
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((16, 3, 224, 224)))
-    model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=4)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).standard_normal((16, 3, 160, 160)))
+    model = timm.create_model("test_vit", pretrained=False, num_classes=4)
     from safetensors.torch import save_file
 
     save_file(model.state_dict(), tmp_path / "w.safetensors")
     result = pruned(
-        "timm:vit_tiny_patch16_224",
+        "timm:test_vit",
         tmp_path / "x.npy",
         tmp_path / "small",
         weights=tmp_path / "w.safetensors",
-        refit="layers",
         measure=False,
         reading=Reading(samples=8),
     )

@@ -28,7 +28,12 @@ from lobs.hub.record import CARD, HubResult, digest, write_card, write_record
 from lobs.hub.rows import Prepared, Reading, prepare
 from lobs.hub.source import Source, open_source
 from lobs.hub.timm_source import PREFIX, TimmSource, named_network
-from lobs.layers.discovery import choose_layers, find_layers, uncovered_weights
+from lobs.layers.discovery import (
+    choose_layers,
+    find_layers,
+    refused_layers,
+    uncovered_weights,
+)
 from lobs.pruning import api
 from lobs.pruning.folder import prune_folder
 from lobs.pruning.options import PruneOptions, check_options, option_values
@@ -185,7 +190,7 @@ class _Job:
         model = self.source.load()
         cache = self.source.set_cache(model, False)
         skip = self.options.get("skip", ())
-        skip = [*([skip] if isinstance(skip, str) else skip), *_heads(model)]
+        skip = [*([skip] if isinstance(skip, str) else skip), *_left_dense(model)]
         options: dict[str, Any] = {**self.options, "skip": skip}
         convolutional = _mostly_convolutions(model)
         result = api.prune(
@@ -226,9 +231,15 @@ def _heads(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if head is not None and module is head]
 
 
+def _left_dense(model: nn.Module) -> list[str]:
+    """Return the heads, and layers that cannot be written, such as parametrised ones."""
+    known = {name for layer in choose_layers(model) for name in layer.names}
+    return [name for name in (*_heads(model), *refused_layers(model)) if name in known]
+
+
 def _mostly_convolutions(model: nn.Module) -> bool:
     sizes = {True: 0, False: 0}
-    for layer in find_layers(model, None, skip=_heads(model)):
+    for layer in find_layers(model, None, skip=_left_dense(model)):
         sizes[layer.weight.dim() > 2] += layer.weight.numel()
     return sizes[True] > sizes[False]
 
