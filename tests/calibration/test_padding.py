@@ -13,9 +13,8 @@ from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.traced import given_names, traced_steps
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.comparison import compare
-from lobs.calibration.forward import evaluating
+from lobs.calibration.forward import evaluating, masks_of
 from lobs.calibration.output_influence import output_influence
-from lobs.calibration.padding import masks_of
 from lobs.layers import find_layers
 from lobs.pruning.refit.blocks import _BlockDistance
 from lobs.pruning.refit.descent import free_parameters

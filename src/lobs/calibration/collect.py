@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from lobs._system.distributed import process_group
 from lobs._system.progress import shown, track
 from lobs.calibration.batches import guarded
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
+from lobs.calibration.forward import batch_size, call, evaluating, length, main_output, unpadded
 from lobs.calibration.moments import Moments
-from lobs.calibration.padding import unpadded
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, find_layers, watching
 from lobs.storage.run_store import RunStore

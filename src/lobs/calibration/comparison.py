@@ -14,8 +14,16 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
-from lobs.calibration.padding import masks_of, padded, without_padding
+from lobs.calibration.forward import (
+    batch_size,
+    call,
+    evaluating,
+    length,
+    main_output,
+    masks_of,
+    padded,
+    without_padding,
+)
 from lobs.layers import Layer, watching
 from lobs.solvers import linalg
 

@@ -19,8 +19,15 @@ from torch import Tensor, nn
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.calibration.batches import user_code
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
-from lobs.calibration.padding import masks_of, positions
+from lobs.calibration.forward import (
+    batch_size,
+    call,
+    evaluating,
+    length,
+    main_output,
+    masks_of,
+    positions,
+)
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 
@@ -77,21 +84,24 @@ def output_influence(
             signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
             real = positions(out, masks_of(batch))
             if real is not None:
-                signs[~real] = 0  # the outputs of padded positions are nobody's concern
-            with user_code(
-                "going back through the network, as a budget for all of it needs (scope='layer' "
-                "does not),"
-            ):
-                # The gradient of a scalar: given signs, torch would import sympy to compare shapes.
-                gradients = torch.autograd.grad(
-                    (out * signs).sum(), [z for _, z in probes], allow_unused=True
-                )
-            for (layer, _), gradient in zip(probes, gradients, strict=True):
+                signs[~real] = 0  # padded positions are no output
+            for (layer, _), gradient in zip(probes, _gradients(out, signs, probes), strict=True):
                 if gradient is not None:
                     total[layer.name] += layer.by_unit(gradient.to(torch.float64).square()).cpu()
     process_group().all_reduce(*total.values())
     samples = round(process_group().sum_numbers(samples)[0])
     return {name: value / max(samples, 1) for name, value in total.items()}
+
+
+def _gradients(
+    out: Tensor, signs: Tensor, probes: Sequence[tuple[Layer, Tensor]]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the signed sum of the outputs by every probe."""
+    with user_code(
+        "going back through the network, as a budget for all of it needs (scope='layer' does not),"
+    ):
+        # The gradient of a scalar: given signs, torch would import sympy to compare shapes.
+        return torch.autograd.grad((out * signs).sum(), [z for _, z in probes], allow_unused=True)
 
 
 @contextmanager

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.progress import track
-from lobs.calibration.forward import call, evaluating, main_output
-from lobs.calibration.padding import masks_of, positions
+from lobs.calibration.forward import call, evaluating, main_output, masks_of, positions
 from lobs.errors import LobsError
 from lobs.hub.libraries import quietly
 from lobs.hub.measuring import (

@@ -45,7 +45,7 @@ def _stored(
     """Return the masks as tensors are stored, and the tensors' names in the network.
 
     transformers stores some networks under other names, or joins and splits tensors. So numbers
-    that tell the tensor and the mask go through the same conversion.
+    that encode the tensor and the mask go through the same conversion.
     """
     known = list(model.state_dict())
     coded = {}
@@ -61,13 +61,17 @@ def _stored(
             code = shards.read([name])[name]
             owners = code.div(2, rounding_mode="floor")
             if not len(owners.flatten()) or not any(
-                known[int(i)] in masks for i in owners.unique()
+                known[int(i)] in masks for i in _distinct(owners)
             ):
                 continue
             found[name] = (code - 2 * owners) == 1
             owner = known[int(owners.flatten()[0])]
-            if len(owners.unique()) == 1 and masks[owner].shape == code.shape:
+            if len(_distinct(owners)) == 1 and masks[owner].shape == code.shape:
                 names[name] = owner
     if not found:
         raise FileError(f"'{source.folder}': transformers stored no pruned tensor.")
     return found, names
+
+
+def _distinct(values: Tensor) -> list[float]:
+    return sorted(set(values.flatten().tolist()))

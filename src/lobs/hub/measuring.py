@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system.progress import track
-from lobs.calibration.forward import call, evaluating, main_output
-from lobs.calibration.padding import masks_of, positions
+from lobs.calibration.forward import call, evaluating, main_output, masks_of, positions
 from lobs.errors import DataError
 from lobs.hub.record import read_record
 from lobs.hub.rows import Batch, Prepared, Reading, prepare

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,23 +95,36 @@ def prune(
         read = prepare(source, data, reading or Reading())
         job = _Job(source, read, asked, keep is not None, Path(out), options, progress)
         done = job.run()
-        before, after, notes = _measured(source, read, Path(out)) if measure else ({}, {}, [])
-        result = HubResult(
-            out=Path(out),
-            source=source.folder,
-            architecture=source.architecture,
-            layers=done.layers,
-            dense=done.dense,
-            data=read.facts,
-            settings=done.settings,
-            before=before,
-            after=after,
-            notes=(*advice(done.layers, read.facts), *notes),
-            seconds=time.perf_counter() - began,
-            peak_bytes=peak_bytes(),
-        )
+        found = _measured(source, read, Path(out)) if measure else _Measured()
+        result = _result(job, done, found, time.perf_counter() - began)
         _describe(result, source, done.names)
     return result
+
+
+def _result(job: _Job, done: _Done, found: _Measured, seconds: float) -> HubResult:
+    return HubResult(
+        out=job.out,
+        source=job.source.folder,
+        architecture=job.source.architecture,
+        layers=done.layers,
+        dense=done.dense,
+        data=job.read.facts,
+        settings=done.settings,
+        before=found.before,
+        after=found.after,
+        notes=(*advice(done.layers, job.read.facts), *found.notes),
+        seconds=seconds,
+        peak_bytes=peak_bytes(),
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Metrics of both networks on held-out samples."""
+
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -244,12 +257,10 @@ def _mostly_convolutions(model: nn.Module) -> bool:
     return sizes[True] > sizes[False]
 
 
-def _measured(
-    source: Source, read: Prepared, out: Path
-) -> tuple[dict[str, float], dict[str, float], list[str]]:
+def _measured(source: Source, read: Prepared, out: Path) -> _Measured:
     """Measure both networks on held-out samples, and on as many that calibrated."""
     if not read.held_out:
-        return {}, {}, ["Not measured: no sample was held out."]
+        return _Measured(notes=["Not measured: no sample was held out."])
     seen = read.calibrate[: len(read.held_out)]
 
     def both(place: Source, label: str) -> tuple[Answers, Answers]:
@@ -269,7 +280,7 @@ def _measured(
             f"Loss rose by {rise[0]:.3f} nats on held-out samples and by {rise[1]:.3f} on samples "
             "that calibrated." + _more_data(*rise)
         )
-    return before, after, notes
+    return _Measured(before, after, notes)
 
 
 def _more_data(held_out: float, seen: float) -> str:

@@ -16,8 +16,8 @@ from torch import Tensor
 from lobs._system import memory
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
+from lobs.calibration.forward import unpadded
 from lobs.calibration.moments import PairedMoments
-from lobs.calibration.padding import unpadded
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 

@@ -40,8 +40,7 @@ from lobs.calibration.blocks.base import (
 )
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.rows import Row, candidates, captured, look
-from lobs.calibration.forward import length
-from lobs.calibration.padding import Masks, masks_of, padded, rows_of_masks, unpadded
+from lobs.calibration.forward import Masks, length, masks_of, padded, rows_of_masks, unpadded
 from lobs.layers import Layer, watching
 
 

@@ -26,7 +26,7 @@ from lobs.calibration.blocks.base import (
     spilled,
     version,
 )
-from lobs.calibration.padding import Masks, masks_of, padded
+from lobs.calibration.forward import Masks, masks_of, padded
 from lobs.layers.graph import TraceError, argument_names, arguments, device_of, trace
 
 

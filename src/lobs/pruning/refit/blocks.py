@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
-from lobs.calibration.padding import padded, positions, unpadded
+from lobs.calibration.forward import padded, positions, unpadded
 from lobs.layers import Layer, watching
 from lobs.pruning.refit.descent import (
     Free,
