@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,11 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(name, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     scope = {"__name__": "page"}
-    for index, block in enumerate(RUNNING[name]):
-        exec(compile(block, f"{name}, block {index + 1}", "exec"), scope)
+    with warnings.catch_warnings():
+        if name in EXTRAS:  # other libraries warn each other of what they will remove
+            warnings.simplefilter("default", FutureWarning)
+        for index, block in enumerate(RUNNING[name]):
+            exec(compile(block, f"{name}, block {index + 1}", "exec"), scope)
 
 
 @pytest.mark.parametrize(

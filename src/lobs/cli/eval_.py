@@ -35,7 +35,7 @@ def evaluate(
       lobs eval small.safetensors --network mycode:network
       lobs eval small/ --data test.txt --length 1024
     """
-    if is_folder(network):
+    if is_folder(network, data):
         from lobs.hub.rows import Reading
 
         reading = Reading(length=length, samples=samples, field=field)

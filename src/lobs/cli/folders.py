@@ -20,7 +20,7 @@ DataOption = Annotated[
     Path | None,
     typer.Option(
         "--data",
-        help="For a folder: text, JSONL, Parquet, a datasets folder, images, or .npy.",
+        help="A folder's data: text, JSONL, images, .npy, …",
         metavar="PATH",
         rich_help_panel=DATA,
     ),
@@ -28,7 +28,7 @@ DataOption = Annotated[
 FieldOption = Annotated[
     str | None,
     typer.Option(
-        help="With --data: the field of JSONL or Parquet that holds the text.",
+        help="The field of --data that holds the text.",
         metavar="NAME",
         rich_help_panel=DATA,
     ),
@@ -37,7 +37,7 @@ LengthOption = Annotated[
     int | None,
     typer.Option(
         min=2,
-        help="With --data: tokens of a sample; 512 for decoders, 128 elsewhere.",
+        help="Tokens of a sample of --data; 512 or 128.",
         metavar="N",
         rich_help_panel=DATA,
     ),
@@ -66,9 +66,15 @@ DenseOption = Annotated[
 ]
 
 
-def is_folder(network: str) -> bool:
-    """Return whether a word names a folder of transformers or timm, or a timm network."""
-    return network.startswith("timm:") or (bool(network) and Path(network).is_dir())
+def is_folder(network: str, data: Path | None) -> bool:
+    """Return whether a word names a folder of transformers or timm, or a timm network.
+
+    With data any folder is taken for one, so that its fault is named.
+    """
+    there = bool(network) and Path(network).is_dir()
+    return network.startswith("timm:") or (
+        there and (data is not None or (Path(network) / "config.json").is_file())
+    )
 
 
 def need_data(data: Path | None, command: str, network: str) -> Path:

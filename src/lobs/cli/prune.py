@@ -103,7 +103,7 @@ DampingOption = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="λ added to every input moment; chosen per layer if not given.",
+        help="λ added to every moment; chosen if not given.",
         metavar="λ",
         rich_help_panel=EXPERT,
     ),
@@ -221,7 +221,7 @@ def prune(
     shape = PatternChoice(pattern, along, block, structured)
     amount.check(pattern)
     target = shape.target(amount) or amount.target()
-    if is_folder(network):
+    if is_folder(network, data):
         _no_files(report=report, dry_run=dry_run, network=code, trust=trust, metric=metric)
         _prune_folder(
             network, data, amount, target, out, shape.words(amount), weights, json,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lobs.cli.folders import verify_folder
+from lobs.cli.folders import is_folder, verify_folder
 from lobs.cli.options import DATA, CodeOption, JsonOption, TrustOption, complete_file
 from lobs.cli.output import print_json, say, working
 
@@ -55,7 +55,7 @@ def verify(
       lobs verify pruned.safetensors --weights tuned.safetensors
       lobs verify small/
     """
-    if file.is_dir():
+    if is_folder(str(file), None):
         verify_folder(file, json=json)
         return
     from lobs.certificate.verify import verify_masks
