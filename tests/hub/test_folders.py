@@ -173,7 +173,8 @@ def test_masks_are_in_the_headers_and_damage_is_found(tmp_path):
     assert f"file {file}" in wrong and any(check.startswith("masks ") for check in wrong)
 
 
-@pytest.mark.parametrize("name", ["test_vit", pytest.param("test_resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet"])
 def test_a_timm_folder(tmp_path, name):
     timm = pytest.importorskip("timm")
     more = {"img_size": 32} if name == "test_vit" else {}
