@@ -463,7 +463,7 @@ def for_layer(target: Target, name: str) -> Target | None:
 def check_names(target: Target, names: Iterable[str]) -> None:
     """Refuse a mapping with a key that matches no layer: it is a typing error, not a wish."""
     known = list(names)
-    for key in _keys(target):
+    for key in names_in(target):
         if not isinstance(key, str):
             raise TargetError(f"target names a layer {key!r}: names are strings, such as '{key}'.")
         if not any(key == name or fnmatchcase(name, key) for name in known):
@@ -473,7 +473,8 @@ def check_names(target: Target, names: Iterable[str]) -> None:
             )
 
 
-def _keys(target: Target) -> list[str]:
+def names_in(target: Target) -> list[str]:
+    """Return the names and globs of layers that a target has numbers for."""
     tables: list[object] = []
     match target:
         case Sparsity():

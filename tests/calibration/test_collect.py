@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.func import hessian
 
+import lobs
 from lobs import LobsError, NumericalWarning, Sparsity, collect_moments, prune
 from lobs.calibration.moments import Moments
 from lobs.layers import as_layer
@@ -205,6 +206,13 @@ def test_a_layer_that_data_never_reaches_is_an_error_with_the_remedy():
     model.head.unused = nn.Linear(3, 3)
     with pytest.raises(LobsError, match=r"'head.unused' was never reached.*skip=\['head.unused'\]"):
         collect_moments(model, [torch.ones(1, 3)])
+    with pytest.warns(NumericalWarning, match=r"Left dense: 'head.unused' \(no batch runs it\)"):
+        result = prune(model, [torch.randn(20, 3)], Sparsity(0.5), progress=False)
+    assert [row.name for row in result.layers] == ["0"] and result.kept == 4
+    assert torch.equal(result.model.head.unused.weight, model.head.unused.weight)
+    with pytest.raises(LobsError, match=r"'head.unused' was never reached"):
+        prune(model, [torch.randn(20, 3)], Sparsity(0.5), layers="*", progress=False)
+    assert lobs.forecast(model, [torch.randn(20, 3)], Sparsity(0.5)).seconds > 0
 
 
 def test_a_batch_of_a_strange_type_is_refused():

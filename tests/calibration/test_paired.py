@@ -12,6 +12,7 @@ from lobs.calibration.collect import collect_moments
 from lobs.calibration.layer_problem import asymmetric_problem, layer_problem
 from lobs.calibration.moments import PairedMoments
 from lobs.layers import find_layers
+from tests.architectures import plain
 
 
 class Residual(nn.Module):
@@ -238,13 +239,21 @@ class Choosy(nn.Module):
         return self.c(self.b(h) if again else h)
 
 
-def test_a_layer_that_runs_less_often_once_others_are_pruned_is_named():
+def test_a_layer_that_runs_less_often_once_others_are_pruned_keeps_its_own_aim():
     target = lobs.Sparsity({"a": 1.0, "b": 0.5})
-    with pytest.raises(
-        lobs.LobsError, match=r"layer 'b' runs 2 times .* 1 times once .* inputs='dense'"
-    ):
-        lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="asymmetric", progress=False)
-    lobs.prune(Choosy(), [torch.randn(20, 6)], target, inputs="dense", progress=False)
+    model, x = Choosy(), torch.randn(20, 6)
+    for inputs in ("asymmetric", "dense"):
+        result = lobs.prune(model, [x], target, inputs=inputs, progress=False)
+        kept = {row.name: row.kept for row in result.layers}
+        assert kept["a"] == 0 and kept["b"] == 18
+        assert bool(torch.isfinite(result.model(x)).all())
+
+
+def test_experts_that_get_other_tokens_in_the_pruned_network_are_pruned():
+    model, batch = plain.NETWORKS["experts"]()
+    result = lobs.prune(model, [batch(48) for _ in range(6)], keep=0.5, progress=False)
+    assert len(result.layers) == 11 and result.kept == result.total // 2
+    assert result.certificate.relative(result.certificate.measured) < 0.1
 
 
 class _Constants(nn.Sequential):

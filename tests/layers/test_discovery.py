@@ -68,7 +68,7 @@ def test_a_convolution_with_its_own_forward_is_refused(kind):
 def test_parametrised_and_lazy_ones_are_refused_whatever_their_kind():
     attention = nn.MultiheadAttention(4, 2)
     nn.utils.parametrizations.weight_norm(attention, "in_proj_weight")
-    with pytest.raises(UnsupportedLayerError, match=r"'0.q_proj': its weight is parametrised"):
+    with pytest.raises(UnsupportedLayerError, match=r"'0.q_proj', .* 1 more: its weight is param"):
         find_layers(nn.Sequential(attention))
     with pytest.raises(UnsupportedLayerError, match="no shape yet"):
         find_layers(nn.LazyConvTranspose1d(2, 3))
@@ -77,6 +77,17 @@ def test_parametrised_and_lazy_ones_are_refused_whatever_their_kind():
         "0",
         "1",
     ]  # computed weights are never taken for one that is shared
+
+
+def test_all_refusals_are_told_once_with_the_line_that_goes_on():
+    plain = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(nn.Linear(3, 3), *(plain(nn.Linear(3, 3)) for _ in range(2)))
+    assert [layer.name for layer in find_layers(model)] == ["0"]
+    with pytest.raises(UnsupportedLayerError, match=r"2 layers .*'1', '2': .*skip=\['1', '2'\]"):
+        find_layers(model, "*")
+    with pytest.raises(lobs.LobsError, match=r"2 layers are like that.*skip=\['1', '2'\]"):
+        two = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(1, 1))
+        lobs.prune(two, [torch.randn(9, 8)], lobs.Structured({"*": 0.5}), progress=False)
 
 
 def test_a_network_that_running_would_change_is_refused_even_where_its_lazy_layer_is_skipped():

@@ -174,3 +174,29 @@ def test_a_value_for_each_column_stands_at_all_weights_of_the_column(module):
         torch.testing.assert_close(
             layer.unfolded(layer.weight.detach()), before * values.unsqueeze(1)
         )
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_sampled_positions_are_a_partition_of_all(name):
+    """Every position belongs to one of step² starts, and keeps its patch."""
+    conv = convolution(**CONVOLUTIONS[name])
+    layer = find_layers(nn.Sequential(conv))[0]
+    x = torch.randn(2, 4, 11, 12, dtype=torch.float64)
+    windows = layer.windows(x)
+    high, wide = windows.shape[2:4]
+    whole = torch.cat(list(layer.patches(x)), dim=1)
+    whole = whole.unflatten(1, (2, high, wide))
+    for step in (1, 2, 3):
+        for start in range(step):
+            found = torch.cat(list(layer.sampled(x, step, start)), dim=1)
+            torch.testing.assert_close(found, whole[:, :, start::step, start::step].flatten(1, 3))
+    far = torch.cat(list(layer.sampled(x, 100, 7)), dim=1)  # one position is always left
+    assert far.shape[1] == 2
+
+
+def test_positions_are_spared_only_where_there_are_enough_others():
+    layer = find_layers(nn.Sequential(convolution()))[0]
+    assert layer.spacing(0, 100) == layer.spacing(399, 100) == 1
+    assert layer.spacing(400, 100) == 2 and layer.spacing(10_000, 100) == 10
+    linear = find_layers(nn.Sequential(nn.Linear(3, 3)))[0]
+    assert linear.spacing(10**9, 1) == 1

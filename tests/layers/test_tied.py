@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import lobs
 from lobs.certificate.verify import verify_errors, verify_masks
-from lobs.errors import UnsupportedLayerError
+from lobs.errors import NumericalWarning, UnsupportedLayerError
 from lobs.layers import find_layers
 from tests.layers.test_flipped import Conv1D
 
@@ -114,7 +114,7 @@ def test_tied_convolutions_must_cut_the_same_patches():
         find_layers(pair(padding=1, stride=2))
 
 
-def test_an_embedding_tied_to_the_last_layer_is_refused_and_can_be_skipped():
+def test_an_embedding_tied_to_the_last_layer_is_left_dense_with_a_note_unless_it_is_named():
     class Language(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,9 +133,16 @@ def test_an_embedding_tied_to_the_last_layer_is_refused_and_can_be_skipped():
         UnsupportedLayerError,
         match=r"'head': its weight is shared by embedding.weight, head.weight",
     ):
-        lobs.prune(model, [tokens], lobs.Sparsity(0.5), progress=False)
-    result = lobs.prune(model, [tokens], lobs.Sparsity(0.5), skip="head", progress=False)
+        lobs.prune(model, [tokens], lobs.Sparsity(0.5), layers=["body", "head"], progress=False)
+    with pytest.raises(UnsupportedLayerError, match="its weight is shared"):
+        lobs.prune(model, [tokens], keep={"head": 0.5}, progress=False)
+    with pytest.warns(NumericalWarning, match=r"Left dense: 'head' \(its weight is shared"):
+        result = lobs.prune(model, [tokens], lobs.Sparsity(0.5), progress=False)
     assert [row.name for row in result.layers] == ["body"] and result.layers[0].samples == 35
+    assert result.coverage.prunable == 16 and result.coverage.weights == 9 * 4 + 4 * 4 + 4
+    assert "Prunable: " in result.summary() and "'head'" in result.summary()
+    again = lobs.prune(model, [tokens], lobs.Sparsity(0.5), skip="head", progress=False)
+    assert again.coverage.left == {"skipped": ["head"]}
 
 
 def test_a_square_linear_tied_to_its_transpose_is_refused():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lobs
+from lobs.calibration.comparison import compare
 from lobs.pruning.refit import joint
 from lobs.pruning.refit.descent import Schedule
 
@@ -350,29 +351,43 @@ def test_a_gpt2_is_refitted():
     assert "2 of 2 blocks" in result.settings["refit"]
 
 
-def test_weights_of_large_inputs_take_shorter_steps(monkeypatch):
-    from lobs.pruning.refit import blocks as refit
+def test_steps_are_one_over_the_root_of_the_curvature():
+    """For a linear block the curvature of a weight is its input's energy, in every row."""
+    from lobs.pruning.refit import descent
 
-    found, whole = [], refit._units
+    torch.manual_seed(0)
+    work, wanted = nn.Linear(6, 4), torch.randn(512, 4)
+    x = torch.randn(512, 6) * torch.tensor([100.0, 1.0, 1.0, 1.0, 1.0, 0.0])
 
-    def spied(*given):
-        found.append(whole(*given))
-        return found[-1]
+    class Distance:
+        fit = held = descent.cut([descent.Piece(0, range(512))], 64)
+        rows, steps = 64, None
 
-    monkeypatch.setattr(refit, "_units", spied)
-    dense, seen = tower(), []
-    with torch.no_grad():
-        dense.blocks[0].norm.weight[2] = 400.0  # as in language models
-    batches = data()
-    dense.blocks[0].up.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    dense(batches[0])
-    own = copy.deepcopy(dense)
-    own.blocks[0].up._forward_pre_hooks.clear()
-    pruned(own, batches, skip="start")
-    size = seen[0].square().sum(dim=0).sqrt()
-    wanted = (size / size.mean()).clamp_min(1e-3).rsqrt().detach()
-    torch.testing.assert_close(found[0]["up.weight"], wanted.expand(24, 8), rtol=1e-3, atol=1e-3)
-    assert found[0]["up.weight"][0, 2] < 0.2 * found[0]["up.weight"][0, 1]
+        def far(self, work, piece):
+            rows = slice(piece.rows.start, piece.rows.stop)
+            return work(x[rows]) - wanted[rows]
+
+        def loss(self, work, piece):
+            return self.far(work, piece).square().sum()
+
+        def probe(self, work, piece, generator):
+            far = self.far(work, piece)
+            return (far * descent.random_signs(far, generator)).sum()
+
+    distance = Distance()
+    free = [(name, p, None) for name, p in work.named_parameters()]
+    loss = sum(float(distance.loss(work, piece).detach()) for piece in distance.fit)
+    sizes, bias = descent._step_sizes(work, free, distance)
+    curvature = x.square().sum(dim=0) + descent._FLOOR * x.square().sum(dim=0).mean()
+    wanted_sizes = (loss / 28 / curvature).sqrt().expand(4, 6)
+    torch.testing.assert_close(sizes / wanted_sizes, torch.ones(4, 6), rtol=0, atol=1)
+    torch.testing.assert_close(bias, torch.full((4,), (loss / 28 / 512) ** 0.5), rtol=1, atol=0)
+
+
+def test_weights_without_influence_stay():
+    from lobs.pruning.refit.descent import _smoothed
+
+    assert (1 / _smoothed(torch.zeros(3, 4))).eq(0).all()
 
 
 def test_inputs_of_any_size_are_refitted():
@@ -403,3 +418,24 @@ def test_a_round_that_only_measures_influences_does_not_walk_the_network(monkeyp
 def target_count(result):
     total = sum(layer.total for layer in result.layers)
     return total - lobs.Sparsity(0.6).count(total)
+
+
+def test_large_images_are_sampled_and_small_ones_are_not(monkeypatch):
+    """The moments of a sampled layer are those of all positions, but for the draw."""
+    from lobs.calibration.blocks import base
+
+    torch.manual_seed(0)
+    parts = (nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU()) for _ in range(3))
+    dense = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(*parts)).eval()
+    batches = [torch.randn(8, 3, 24, 24) for _ in range(8)]
+    found = {}
+    for enough in (64, 10**9):
+        monkeypatch.setattr(base, "_ENOUGH", enough)
+        found[enough] = pruned(dense, batches, refit="blocks")
+    names = [layer.name for layer in found[64].layers]
+    few, all_of_them = ({x.name: x.samples for x in found[e].layers} for e in (64, 10**9))
+    assert all(64 * 27 <= few[name] < all_of_them[name] for name in names if name != "0")
+    # As good on other images, within a tenth.
+    other = [torch.randn(8, 3, 24, 24)]
+    distances = [compare(dense, found[e].model, other).output for e in (64, 10**9)]
+    assert distances[0] < 1.1 * distances[1]

@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs._system.progress import shown, track
-from lobs.calibration.batches import guarded
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output, unpadded
+from lobs.calibration.forward import (
+    batch_size,
+    call,
+    evaluating,
+    fitted,
+    length,
+    main_output,
+    unpadded,
+)
 from lobs.calibration.moments import Moments
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, find_layers, watching
@@ -81,6 +88,7 @@ def collect_moments(
     run_store: RunStore | None = None,
     key: str = "calibration",
     counts_only: bool = False,
+    required: bool = True,
 ) -> Calibration:
     """Stream the second moment of every prunable layer's input in one pass over `batches`.
 
@@ -95,8 +103,9 @@ def collect_moments(
         run_store: where to keep the state of the pass, and to resume it from.
         key: the name of the pass in the run store.
         counts_only: only count inputs; their moments and means stay empty.
+        required: refuse data that never reach a layer; else the layer is missing in the result.
     """
-    batches = guarded(batches, again=False)
+    batches = fitted(model, batches, again=False)
     chosen, run_store = _as_layers(model, layers), run_store or RunStore()
     stored, complete = _resumed(run_store, key, chosen)
     if complete:
@@ -120,7 +129,7 @@ def collect_moments(
             if run_store.due:
                 run_store.write(key, *_packed(state.calibration(), complete=False))
     seen = _joined(state.calibration(), chosen, counts_only)
-    _check_reached(seen, chosen)
+    _check_reached(seen, chosen if required else ())
     run_store.write(key, *_packed(seen, complete=True))
     return seen
 
@@ -167,10 +176,15 @@ def _check_reached(seen: Calibration, layers: Sequence[Layer]) -> None:
         )
     missing = [layer.name for layer in layers if layer.name not in seen]
     if missing:
-        raise CalibrationError(
-            f"layer '{missing[0]}' was never reached by the calibration data ({len(missing)} "
-            f"such). Skip it: skip={missing}, or --skip {missing[0]}."
-        )
+        raise never_reached(missing)
+
+
+def never_reached(names: Sequence[str]) -> CalibrationError:
+    """Return the error for layers whose modules no batch runs."""
+    return CalibrationError(
+        f"layer '{names[0]}' was never reached by the calibration data ({len(names)} such). Skip "
+        f"it: skip={list(names)}, or --skip {names[0]}."
+    )
 
 
 def _joined(seen: Calibration, layers: Sequence[Layer], counts_only: bool) -> Calibration:

@@ -85,9 +85,12 @@ class Comparison:
 
     def add(self, batch: Any) -> None:
         """Run both networks on a batch and add their distance."""
+        self._outputs.clear()
         with padded(masks_of(batch)):
             first = _run(self.dense, batch, [(before, self._note) for before, _ in self.pairs])
             second = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
+        for name, left in self._outputs.items():
+            self._sums[name][2] += math.inf if left else 0
         if first is None or second is None:
             self._comparable = False
         else:
@@ -116,8 +119,9 @@ class Comparison:
             self.output_norm = math.sqrt(energy / self.samples)
         for index, (layer, _) in enumerate(self.pairs):
             error, energy, numbers = rest[3 * index : 3 * index + 3]
-            count = round(numbers) // max(1, layer.groups * layer.rows)
-            self.layers[layer.name] = LayerDistance(error, energy, count)
+            if math.isfinite(numbers):
+                count = round(numbers) // max(1, layer.groups * layer.rows)
+                self.layers[layer.name] = LayerDistance(error, energy, count)
         return self
 
     def _note(self, name: str, z: Tensor) -> None:
@@ -125,8 +129,12 @@ class Comparison:
         self._outputs.setdefault(name, []).append(without_padding(z.detach()).clone())
 
     def _compare(self, name: str, z_hat: Tensor) -> None:
-        z, sums = self._outputs[name].pop(0), self._sums[name]
         z_hat = without_padding(z_hat)
+        stored, sums = self._outputs.get(name), self._sums[name]
+        z = stored.pop(0) if stored else None
+        if z is None or z.shape != z_hat.shape:  # other samples reached it: nothing to compare
+            sums[2] = math.inf
+            return
         kind = torch.promote_types(z.dtype, torch.float32)
         sums[1] += linalg.energy(z)
         sums[0] += linalg.energy(z.to(kind).sub_(z_hat.detach().to(kind)))

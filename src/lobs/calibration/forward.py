@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs._system.memory import Shelved
-from lobs.calibration.batches import remedy_for, user_code, written
+from lobs._system.noise import same_noise, seed_of
+from lobs.calibration.batches import Batches, remedy_for, user_code, written
+from lobs.calibration.reading import advice, as_arguments, fitting
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
 from lobs.layers.graph import device_of
 from lobs.layers.linear import LinearLayer
+from lobs.layers.untouched import untouched
 
 Masks: TypeAlias = tuple[Tensor, ...]  # of (samples, positions), True where a position is data
 
@@ -33,8 +36,14 @@ _current: ContextVar[Masks] = ContextVar("lobs_padding", default=())
 def call(model: nn.Module, batch: Any) -> Any:
     """Run a model on one batch and return its output.
 
-    A batch is a tensor, a tuple whose first item is the input, or a mapping of keyword arguments.
+    A batch is a tensor, a mapping of keyword arguments, or a tuple of inputs with labels behind
+    them.
     """
+    if isinstance(batch, tuple | list) and not batch:
+        raise CalibrationError(
+            "a calibration batch is an empty tuple; its first item should be the input."
+        )
+    batch = as_arguments(model, batch)
     if isinstance(batch, Mapping):
         with (
             user_code(
@@ -44,12 +53,6 @@ def call(model: nn.Module, batch: Any) -> Any:
             padded(masks_of(batch)),
         ):
             return _run(model, batch)
-    if isinstance(batch, tuple | list):
-        if not batch:
-            raise CalibrationError(
-                "a calibration batch is an empty tuple; its first item should be the input."
-            )
-        batch = batch[0]
     if not isinstance(batch, Tensor):
         raise CalibrationError(_not_a_tensor(batch, _kind(model)))
     with user_code(
@@ -59,14 +62,47 @@ def call(model: nn.Module, batch: Any) -> Any:
         return _run(model, batch)
 
 
+def fitted(
+    model: nn.Module, batches: Iterable[Any], *, again: bool = True, name: str = "batches"
+) -> Batches:
+    """Return batches in the form that a network takes: tensors, or mappings of its arguments.
+
+    Args:
+        model: the network.
+        batches: batches as `prune` takes them.
+        again: read a generator into memory, because the batches are needed more than once.
+        name: the argument's name, for messages.
+    """
+
+    def run(batch: Any) -> None:
+        with evaluating(model):
+            _run(model, batch)
+
+    return fitting(model, batches, run, again=again, name=name)
+
+
 def _run(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> Any:
-    """Run a network on a copy of a batch: in-place steps would change it for the next pass."""
+    """Run a network on a copy of a batch: in-place steps would change it for the next pass.
+
+    In eval mode the network is left as it was, and draws the same noise for the same batch.
+    """
     device = device_of(model)
-    if isinstance(batch, Tensor):
-        return model(batch.to(device, copy=True))
-    return model(
-        **{k: v.to(device, copy=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    )
+    given = _copied(batch, device)
+    if model.training:
+        return model(**given) if isinstance(given, Mapping) else model(given)
+    with same_noise(seed_of(batch), device), untouched(model):
+        return model(**given) if isinstance(given, Mapping) else model(given)
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    """Return a copy of all tensors on a device, also inside lists, tuples and mappings."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, Mapping):
+        return {key: _copied(part, device) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(part, device) for part in value)
+    return value
 
 
 def _remedy(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> str:
@@ -76,7 +112,7 @@ def _remedy(model: nn.Module, batch: Tensor | Mapping[str, Any]) -> str:
     """
     if process_group().size > 1 or any(module.training for module in model.modules()):
         return ""
-    return remedy_for(partial(_run, model), batch, _kind(model))
+    return advice(model, batch) or remedy_for(partial(_run, model), batch, _kind(model))
 
 
 def _kind(model: nn.Module) -> torch.dtype | None:
@@ -125,13 +161,22 @@ def plain_input(batch: Any) -> Tensor | None:
 
 
 def batch_size(batch: Any) -> int:
-    """Return the number of samples: the first dimension of a batch's first tensor."""
+    """Return the number of samples: the first dimension of a batch's first tensor.
+
+    A list that is itself an argument holds one sample in each entry.
+    """
     if isinstance(batch, Mapping):
         values: Iterable[Any] = batch.values()
     else:
         values = batch if isinstance(batch, tuple | list) else [batch]
-    first = next((v for v in values if isinstance(v, Tensor)), None)
-    return 1 if first is None or first.dim() == 0 else len(first)
+    for value in values:
+        if isinstance(value, Tensor):
+            return 1 if value.dim() == 0 else len(value)
+        if isinstance(batch, Mapping) and isinstance(value, list) and value:
+            return len(value)
+        if isinstance(value, Mapping):
+            return batch_size(value)
+    return 1
 
 
 @contextmanager

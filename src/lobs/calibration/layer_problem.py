@@ -62,7 +62,7 @@ def layer_problem(
         "mean": moments.mean.to(dense.device),
         "row_weight": row_weight,
         "curvature": curvature,
-        "positions": 1 if prune_bias else math.prod(layer.weight.shape[2:]),
+        "positions": 1 if prune_bias else layer.positions,
         "name": f"layer '{layer.name}'",
         "context": context.current(),
     }

@@ -11,14 +11,13 @@ narrow float32 products are summed naively (measured error 4e-5 instead of 5e-7)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
-from lobs.errors import CalibrationError
 from lobs.layers import Layer
 
 _NARROW = 32  # columns below which float64 products are as fast
@@ -214,6 +213,7 @@ class PairedMoments:
             Moments.of(layer, layer.weight.device) if like is None else like.pruned
         )
         self.held_out: PairedMoments | None = None  # the same of samples that are held out
+        self.paired = True  # whether the same samples reached the layer in both networks
         self._weighed = weighed(layer)
         self._shared = like is not None and not self._weighed and not like._weighed
         if like is not None and self._shared:
@@ -225,23 +225,23 @@ class PairedMoments:
             layer.groups, lines, dtype=torch.float64, device=layer.weight.device
         )
 
-    def add(self, layer: Layer, x: Tensor, x_hat: Tensor) -> None:
+    def add(self, layer: Layer, x: Tensor, x_hat: Tensor, *, step: int = 1, start: int = 0) -> None:
         """Add the input of one call.
 
         Args:
             layer: the layer, in the dense network.
             x: its input in the dense network.
             x_hat: its input in the pruned network.
+            step: distance between the positions of an image that are taken.
+            start: the first such position, modulo the step.
         """
-        if x.shape != x_hat.shape:
-            raise CalibrationError(
-                f"layer '{layer.name}': its input has shape {tuple(x.shape)} in the dense and "
-                f"{tuple(x_hat.shape)} in the pruned network. Use inputs='dense'."
-            )
+        if layer.routed or x.shape != x_hat.shape:
+            self.unpaired(layer, [x_hat])
+            return
         if self._shared:
             return
         if torch.equal(x, x_hat):  # no layer before this one has been pruned
-            for piece in layer.patches(x_hat) if self._like is None else ():
+            for piece in layer.sampled(x_hat, step, start) if self._like is None else ():
                 self.pruned.add(piece)
             return
         own = torch.promote_types(x.dtype, torch.float32)
@@ -249,7 +249,9 @@ class PairedMoments:
         weight = layer.unfolded(layer.weight.detach()).to(kind) if self._weighed else None
         # Patches are selections of the input, so a difference has the differences as its patches.
         for difference, pruned in zip(
-            layer.patches(x.to(own) - x_hat.to(own)), layer.patches(x_hat), strict=True
+            layer.sampled(x.to(own) - x_hat.to(own), step, start),
+            layer.sampled(x_hat, step, start),
+            strict=True,
         ):
             if self._like is None:
                 self.pruned.add(pruned)
@@ -261,15 +263,36 @@ class PairedMoments:
             self._outer += product if held else lines.double().mT @ pruned.double()
             self._sum += lines.sum(dim=1, dtype=torch.float64)
 
+    def unpaired(self, layer: Layer, inputs: Sequence[Tensor]) -> None:
+        """Add inputs of the pruned network alone: other samples reached the dense layer.
+
+        Experts get other tokens once layers before them are pruned. Such a layer is solved to give
+        what its own dense weights give on its present inputs.
+
+        Args:
+            layer: the layer.
+            inputs: its inputs in the pruned network.
+        """
+        self.paired = False
+        for x_hat in inputs if self._like is None else ():
+            for piece in layer.patches(x_hat):
+                self.pruned.add(piece)
+
     def join(self) -> None:
         """Add up the sums of all processes of the group."""
+        self.paired = all(process_group().all_gather(self.paired))
         if self._like is None:
             self.pruned.join()
         if not self._shared:
             process_group().all_reduce(self._outer, self._sum)
 
-    def aim(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return W D, and Ĥ and W D of the held-out samples where there are any."""
+    def aim(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None] | None:
+        """Return W D, and Ĥ and W D of the held-out samples where there are any.
+
+        None where inputs were not paired, so that there is no other aim than W.
+        """
+        if not self.paired or (self.held_out is not None and not self.held_out.paired):
+            return None
         other = self.held_out
         judge = None if other is None else (other.pruned.moment, other.residual(weight))
         return self.residual(weight), judge

@@ -75,8 +75,12 @@ def gathered(
     layers: Sequence[Layer],
     run_store: RunStore,
     room: float | None,
+    *,
+    key: str = "calibration",
 ) -> Gathered:
     """Count samples and vectors in one pass, and leave the moments for later.
+
+    A layer that no batch reaches is missing in the result.
 
     Args:
         model: the network.
@@ -84,8 +88,11 @@ def gathered(
         layers: the layers whose moments will be wanted.
         run_store: where finished passes are kept.
         room: bytes for the moments of one pass; None for no limit.
+        key: the name of the counting pass in the run store.
     """
-    seen = collect_moments(model, batches, layers, run_store=run_store, counts_only=True)
+    seen = collect_moments(
+        model, batches, layers, run_store=run_store, key=key, counts_only=True, required=False
+    )
     known = {f.name: getattr(seen, f.name) for f in fields(Calibration)}
     return Gathered(
         **known,

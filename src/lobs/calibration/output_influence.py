@@ -67,41 +67,61 @@ def output_influence(
             if index % every:
                 advance(1)
                 continue
-            with _probed(layers) as probes:
-                answer = call(model, batch)
-            out = main_output(answer)
-            if out is None:
-                raise CalibrationError(
-                    "a network-wide budget needs a network that returns a floating-point tensor, "
-                    f"not {type(answer).__name__}. Wrap it, or use scope='layer'."
-                )
             samples += batch_size(batch)
-            advance(1)
             if index < len(skipped):
                 torch.randint(0, 2, (skipped[index],), generator=generator)
-            if not out.requires_grad:  # no layer influences the output
-                continue
-            signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
-            real = positions(out, masks_of(batch))
-            if real is not None:
-                signs[~real] = 0  # padded positions are no output
-            for (layer, _), gradient in zip(probes, _gradients(out, signs, probes), strict=True):
-                if gradient is not None:
-                    total[layer.name] += layer.by_unit(gradient.to(torch.float64).square()).cpu()
+            for layer, gradient in _gradients(model, batch, layers, generator):
+                total[layer.name] += layer.by_unit(gradient.to(torch.float64).square()).cpu()
+            advance(1)
     process_group().all_reduce(*total.values())
     samples = round(process_group().sum_numbers(samples)[0])
     return {name: value / max(samples, 1) for name, value in total.items()}
 
 
 def _gradients(
-    out: Tensor, signs: Tensor, probes: Sequence[tuple[Layer, Tensor]]
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the signed sum of the outputs by every probe."""
+    model: nn.Module, batch: Any, layers: Sequence[Layer], generator: torch.Generator
+) -> list[tuple[Layer, Tensor]]:
+    """Return the gradients of a randomly signed output, one for each call of a layer.
+
+    Networks that overwrite what a gradient needs run again, with copies of it.
+    """
+    before = generator.get_state()
+    try:
+        return _backwards(model, batch, layers, generator)
+    except CalibrationError as error:
+        if not isinstance(error.__cause__, RuntimeError):
+            raise
+    generator.set_state(before)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        return _backwards(model, batch, layers, generator)
+
+
+def _backwards(
+    model: nn.Module, batch: Any, layers: Sequence[Layer], generator: torch.Generator
+) -> list[tuple[Layer, Tensor]]:
+    with _probed(layers) as probes:
+        answer = call(model, batch)
+    out = main_output(answer)
+    if out is None:
+        raise CalibrationError(
+            "a network-wide budget needs a network that returns a floating-point tensor, "
+            f"not {type(answer).__name__}. Wrap it, or use scope='layer'."
+        )
+    if not out.requires_grad:  # no layer influences the output
+        return []
+    signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+    real = positions(out, masks_of(batch))
+    if real is not None:
+        signs[~real] = 0  # padded positions are no output
     with user_code(
         "going back through the network, as a budget for all of it needs (scope='layer' does not),"
     ):
         # The gradient of a scalar: given signs, torch would import sympy to compare shapes.
-        return torch.autograd.grad((out * signs).sum(), [z for _, z in probes], allow_unused=True)
+        gradients = torch.autograd.grad(
+            (out * signs).sum(), [z for _, z in probes], allow_unused=True
+        )
+    pairs = zip(probes, gradients, strict=True)
+    return [(layer, slope) for (layer, _), slope in pairs if slope is not None]
 
 
 @contextmanager

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs.calibration.batches import guarded
 from lobs.calibration.collect import Calibration, collect_moments
 from lobs.calibration.comparison import Comparison, compare
+from lobs.calibration.forward import fitted, length
+from lobs.calibration.learning import learn
 from lobs.certificate import bound, lipschitz
 from lobs.certificate.bound import Certificate
 from lobs.errors import CalibrationError, UnsupportedLayerError, caution
 from lobs.layers import find_layers
+from lobs.layers.folding import folded
 from lobs.solvers.problem import Problem
 
 
@@ -45,6 +47,10 @@ def certify(
             raise UnsupportedLayerError(
                 f"{name} is a {type(network).__name__}: write certify(dense, pruned, batches)."
             )
+    dense, pruned = folded(dense), folded(pruned)
+    batches = fitted(dense, batches, again=False)
+    for network in (dense, pruned) if length(batches) is not None else ():
+        learn(network, batches)
     before, after = (
         {layer.name: layer for layer in find_layers(m, layers)} for m in (dense, pruned)
     )
@@ -58,7 +64,8 @@ def certify(
             raise UnsupportedLayerError(
                 f"layer '{name}' is {here} in one network and {there} in the other: was it shrunk?"
             )
-    held_out = None if held_out is None else guarded(held_out, again=False, name="held_out")
+    if held_out is not None:
+        held_out = fitted(dense, held_out, again=False, name="held_out")
     calibration = collect_moments(dense, batches, list(before.values()))
     largest = {}
     for name, layer in before.items():

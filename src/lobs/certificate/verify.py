@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +16,16 @@ from torch import Tensor, nn
 from lobs.calibration.batch_norm import borrow_statistics
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.comparison import compare
+from lobs.calibration.forward import fitted
 from lobs.calibration.layer_problem import layer_problem
+from lobs.calibration.learning import learn
 from lobs.calibration.moments import Moments
 from lobs.errors import FileError, TargetError
 from lobs.layers import Layer, find_layers
+from lobs.layers.folding import folded
 from lobs.layers.hooks import before_forward
+from lobs.layers.untouched import copied
+from lobs.layers.uses import learnt
 from lobs.solvers.patterns.nbym import broken_groups
 from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
@@ -166,6 +170,10 @@ def verify_errors(
     recorded: Mapping[str, float] = {row["name"]: row["error"] for row in _rows(saved)}
     settings = saved.record.get("settings")
     inputs = settings.get("inputs") if isinstance(settings, dict) else None
+    dense, pruned = folded(dense), folded(pruned)
+    batches = fitted(dense, batches)
+    for network in (dense, pruned):
+        learn(network, batches, always=learnt(dense) is not None)
     before = {layer.name: layer for layer in find_layers(dense, recorded)}
     after = {layer.name: layer for layer in find_layers(pruned, recorded)}
     if inputs == "asymmetric":
@@ -178,7 +186,7 @@ def verify_errors(
     on_pruned = inputs == "pruned"
     watched = dense
     if on_pruned:
-        watched = copy.deepcopy(pruned)
+        watched = copied(pruned)
         borrow_statistics(watched, dense)  # errors come from before batch norms were re-estimated
     layers = find_layers(watched, recorded)
     with _counting(watched, layers) as calls:
@@ -226,7 +234,7 @@ def _again(
     dense: nn.Module, pruned: nn.Module, batches: Iterable[Any], order: Sequence[str]
 ) -> dict[str, Moments]:
     """Return each layer's inputs when it was pruned: earlier layers pruned, later ones dense."""
-    work = copy.deepcopy(dense)
+    work = copied(dense)
     after = {layer.name: layer for layer in find_layers(pruned, order)}
     layers = {layer.name: layer for layer in find_layers(work, order)}
     seen: dict[str, Moments] = {}

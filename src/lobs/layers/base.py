@@ -10,6 +10,7 @@ Calibration counts patches. A weight is used
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,20 @@ class Layer(ABC):
     def patches(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the input vectors of one call, as pieces of shape (groups, n, columns)."""
 
+    def spacing(self, vectors: int, enough: int) -> int:
+        """Return the step between positions that leaves about `enough` of so many vectors."""
+        return 1
+
+    def sampled(self, x: Tensor, step: int, start: int) -> Iterator[Tensor]:
+        """Yield the input vectors at some positions of one call, as `patches` does.
+
+        Args:
+            x: the input.
+            step: distance between positions, in each dimension.
+            start: the first position, which is taken modulo the step.
+        """
+        return self.patches(x)
+
     @abstractmethod
     def vectors(self, x: Tensor) -> int:
         """Return the number of vectors that `patches` would yield for this input."""
@@ -130,6 +145,26 @@ class Layer(ABC):
     def bias_part(self) -> Part:
         """Return the place of the bias in the module, if it has one."""
         return Part("bias")
+
+    @property
+    def owner(self) -> nn.Module:
+        """Return the module whose forward pass uses the weight."""
+        return self.module
+
+    @property
+    def positions(self) -> int:
+        """Return the number of consecutive columns of one input channel: a kernel's size."""
+        return math.prod(self.weight.shape[2:])
+
+    @property
+    def routed(self) -> bool:
+        """Return whether the layer's inputs are chosen anew in every pass, as an expert's are."""
+        return False
+
+    @property
+    def together(self) -> Hashable:
+        """Return a key that is equal for layers that do not feed each other; None for others."""
+        return None
 
     @property
     def uses_per_patch(self) -> float:

@@ -25,13 +25,18 @@ class WindowedLayer(Layer):
     module: _ConvNd
     dimensions: ClassVar[int]
 
+    @property
+    def conv(self) -> Any:
+        """Return what holds the convolution's settings: the module."""
+        return self.module
+
     @abstractmethod
     def windows(self, x: Tensor) -> Tensor:
         """Return all patches as (batch, channels, output position…, kernel position…)."""
 
     def check_input(self, x: Tensor) -> None:
         """Accept a batch or a single image with the right number of channels."""
-        n, channels = self.dimensions, self.module.in_channels
+        n, channels = self.dimensions, self.conv.in_channels
         if (
             x.dim() not in (n + 1, n + 2)
             or x.shape[-n - 1] != channels
@@ -46,12 +51,13 @@ class WindowedLayer(Layer):
     @property
     def groups(self) -> int:
         """Return the number of groups of the convolution."""
-        return self.module.groups
+        groups: int = self.conv.groups
+        return groups
 
     @property
     def form(self) -> Hashable:
         """Return all settings that decide what a patch is."""
-        conv = self.module
+        conv = self.conv
         return (
             type(self),
             conv.stride,
@@ -64,8 +70,20 @@ class WindowedLayer(Layer):
 
     def patches(self, x: Tensor) -> Iterator[Tensor]:
         """Copy windows piece by piece: several images, or several lines of a large image."""
+        return self.sampled(x, 1, 0)
+
+    def spacing(self, vectors: int, enough: int) -> int:
+        """Return the step: neighbouring windows are much alike."""
+        return max(1, int((vectors / max(1, enough)) ** (1 / self.dimensions)))
+
+    def sampled(self, x: Tensor, step: int, start: int) -> Iterator[Tensor]:
+        """Copy windows at some positions."""
         n, g = self.dimensions, self.groups
         windows = self.windows(x if x.dim() == n + 2 else x.unsqueeze(0))
+        if step > 1:
+            sizes = windows.shape[2 : 2 + n]
+            places = (slice(start % min(step, size), None, step) for size in sizes)
+            windows = windows[(slice(None), slice(None), *places)]
         batch, channels, high = windows.shape[:3]
         wide = windows.shape[3 : 2 + n].numel()
         by_group = windows.unflatten(1, (g, channels // g))  # type: ignore[no-untyped-call]
@@ -98,7 +116,7 @@ class ConvolutionLayer(WindowedLayer):
 
     def windows(self, x: Tensor) -> Tensor:
         """Return the windows as a view; only padding copies."""
-        conv = self.module
+        conv = self.conv
         pad = padding(conv)
         if any(pad):
             mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
@@ -153,12 +171,11 @@ def slide(
     return x[steps]
 
 
-def padding(conv: _ConvNd) -> list[int]:
+def padding(conv: Any) -> list[int]:
     """Return the padding in the order of `F.pad`: last dimension first."""
     if conv.padding == "valid":
         return [0] * (2 * len(conv.kernel_size))
     if conv.padding == "same":
         totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
         return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    assert not isinstance(conv.padding, str)
     return [int(p) for p in reversed(conv.padding) for _ in range(2)]

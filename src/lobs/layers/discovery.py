@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import NoneType
@@ -16,8 +17,15 @@ from lobs.layers.attention import attention_layers
 from lobs.layers.attention_forward import ObservedAttention
 from lobs.layers.base import Layer
 from lobs.layers.convolution import Conv1dLayer, Conv2dLayer, Conv3dLayer
+from lobs.layers.functional import (
+    FunctionalConvolutionLayer,
+    FunctionalLinearLayer,
+    Use,
+    functional_layer,
+)
 from lobs.layers.linear import FlippedLinearLayer, LinearLayer, flipped_linear_class
 from lobs.layers.transposed import ConvTranspose1dLayer, ConvTranspose2dLayer, ConvTranspose3dLayer
+from lobs.layers.uses import Learnt, learnt
 
 # Module class → its view as a layer. A new kind of layer is one more entry.
 VIEWS: dict[type[nn.Module], type[Layer]] = {
@@ -63,7 +71,54 @@ def all_layers(model: nn.Module) -> list[Layer]:
             key = (view.form, view.weight_part.place(module))
             first = found.get(key)
             found[key] = view if first is None else replace(first, tied=(*first.tied, view))
-    return list(found.values())
+    known = learnt(model)
+    return list(found.values()) if known is None else _with_uses(model, known, [*found.values()])
+
+
+def _with_uses(model: nn.Module, known: Learnt, plain: list[Layer]) -> list[Layer]:
+    """Return all layers in order: those of modules, and weights that are used through functions.
+
+    A function's use takes the place of the module that owns the weight.
+    """
+    order = {path: number for number, (path, _) in enumerate(model.named_modules())}
+    uses = [use for use in known.uses if _is_function(model, use, known)]
+    keys = {use.weight.key for use in uses}
+    parts = Counter(use.weight.key for use in uses)
+    found = [
+        (order["" if layer.root else _path(layer)], layer)
+        for layer in plain
+        if f"{layer.prefix}{layer.weight_part.key}" not in keys
+    ]
+    for use in uses:
+        owner, _, key = use.weight.key.rpartition(".")
+        name = owner if key == "weight" and owner else use.weight.key
+        name = f"{name}.{use.weight.start}" if parts[use.weight.key] > 1 else name
+        found.append((order[owner], functional_layer(model, use, name)))
+    return [layer for _, layer in sorted(found, key=lambda item: item[0])]
+
+
+def _path(layer: Layer) -> str:
+    return layer.prefix.removesuffix(".")
+
+
+def _is_function(model: nn.Module, use: Use, known: Learnt) -> bool:
+    """Return whether a weight is used in no other way, and not by a module that lobs knows."""
+    owner = model.get_submodule(use.weight.key.rpartition(".")[0])
+    itself = owner is model.get_submodule(use.site)
+    attention = isinstance(owner, nn.MultiheadAttention)
+    return not (attention or use.weight.key in known.others or (itself and is_plain_layer(owner)))
+
+
+def open_questions(model: nn.Module) -> bool:
+    """Return whether only running the network tells how it uses some of its weights."""
+    owners = {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    own = any(not _has_known_forward(layer.module) for layer in all_layers(model))
+    return own or bool(uncovered_weights(model).keys() - owners)
 
 
 def find_layers(
@@ -72,20 +127,50 @@ def find_layers(
     """Return the prunable layers in the order of the module tree.
 
     Modules that share a weight are one layer, with the name of the first. Any of their names
-    chooses it.
+    chooses it. By default, layers that cannot be pruned are left out.
 
     Args:
         model: any network.
-        layers: names or globs of the wanted layers; all by default.
+        layers: names or globs of the wanted layers; all that can be pruned by default.
         skip: names or globs of layers to leave out.
 
     Raises:
-        UnsupportedLayerError: no layer is chosen, or a chosen layer cannot be pruned.
+        UnsupportedLayerError: no layer is left, or a layer that `layers` names cannot be pruned.
     """
     chosen = choose_layers(model, layers, skip)
-    for name, reason in _refused(model, chosen).items():
-        raise UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
-    return chosen
+    refused = _refused(model, chosen)
+    if refused and (layers is not None or len(refused) == len(chosen)):
+        raise refusal(refused)
+    return [layer for layer in chosen if layer.name not in refused]
+
+
+def refusal(reasons: Mapping[str, str]) -> UnsupportedLayerError:
+    """Return one error for all layers that cannot be pruned, with the line that goes on.
+
+    Args:
+        reasons: why each cannot be pruned, and the remedy, by layer name.
+    """
+    if len(reasons) == 1:
+        ((name, reason),) = reasons.items()
+        return UnsupportedLayerError(f"layer '{name}': {reason}, or skip the layer.")
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    parts = [f"{named(names)}: {reason}" for reason, names in by_reason.items()]
+    return UnsupportedLayerError(
+        f"{len(reasons)} layers cannot be pruned. {'; '.join(parts)}, or skip them all: "
+        f"skip={[*reasons]}."
+    )
+
+
+def named(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names in quotes, and how many more there are.
+
+    >>> named(["a", "b", "c", "d"], 2)
+    "'a', 'b' and 2 more"
+    """
+    first = ", ".join(f"'{name}'" for name in names[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most} more"
 
 
 def choose_layers(
@@ -155,7 +240,7 @@ def _matching(
     return matched
 
 
-def _refused(model: nn.Module, layers: Iterable[Layer]) -> dict[str, str]:
+def _refused(model: nn.Module, layers: Sequence[Layer]) -> dict[str, str]:
     owners: dict[int, list[tuple[str, int]]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
@@ -164,6 +249,14 @@ def _refused(model: nn.Module, layers: Iterable[Layer]) -> dict[str, str]:
                     (f"{name}.{key}" if name else key, id(parameter))
                 )
     reasons = {layer.name: _unsupported(layer) or _shared(layer, owners) for layer in layers}
+    known = learnt(model)
+    for layer in layers:  # now that it is known, say what the module does instead
+        reader = known and known.others.get(f"{layer.prefix}{layer.weight_part.key}")
+        if reader and not _has_known_forward(layer.module):
+            reasons[layer.name] = (
+                f"{type(layer.module).__name__} computes another weight from it before it is used "
+                f"({reader}); use a plain one"
+            )
     return {name: reason for name, reason in reasons.items() if reason}
 
 
@@ -199,6 +292,8 @@ def _unsupported(layer: Layer) -> str:
     """Return why a layer cannot be pruned as it is, and the remedy; empty if it can."""
     for view in (layer, *layer.tied):
         module = view.module
+        if isinstance(view, FunctionalLinearLayer | FunctionalConvolutionLayer):
+            return "its weight is on the meta device; load weights first" * view.weight.is_meta
         inner = [module, module.out_proj] if isinstance(module, nn.MultiheadAttention) else [module]
         if any(parametrize.is_parametrized(m) for m in inner):
             return (

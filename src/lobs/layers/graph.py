@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
 
 from lobs.layers.discovery import is_plain_layer
+from lobs.layers.untouched import untouched
 
 _PATCHED_BY_FX = ("__call__", "__getattr__")
 _tracing = RLock()
@@ -48,7 +49,12 @@ class Trace:
     assigns_state: bool = False
 
 
-def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    example: Any = None,
+    names: frozenset[str] | None = None,
+    leaves: frozenset[int] = frozenset(),
+) -> Trace:
     """Trace a network in its present mode, and return its steps.
 
     Args:
@@ -56,6 +62,7 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
         example: a batch to run once, for the shapes. Without one no shapes are known.
         names: the arguments the network is called with, as `argument_names` gives them. The
             names in `example` are used where there is one.
+        leaves: ids of more modules that are one step each.
 
     Raises:
         TraceError: the forward pass cannot be traced, or fails on the example.
@@ -64,9 +71,9 @@ def trace(model: nn.Module, example: Any = None, names: frozenset[str] | None = 
         names = argument_names(example)
     shapes: dict[fx.Node, torch.Size] = {}
     try:
-        with _state_restored(model) as changed:
+        with untouched(model) as changed:
             with _patches_removed(model):
-                graph = _Tracer(names).trace(model)
+                graph = _Tracer(names, leaves).trace(model)
             if example is not None:
                 shapes = _shapes(model, graph, arguments(graph, example, device_of(model)))
     except Exception as error:  # tracing runs the user's code, which may raise anything
@@ -99,12 +106,16 @@ def arguments(graph: fx.Graph, batch: Any, device: torch.device) -> dict[fx.Node
 class _Tracer(fx.Tracer):
     """Trace with every layer that `lobs` knows as one step, and absent arguments as constants."""
 
-    def __init__(self, names: frozenset[str] | None) -> None:
+    def __init__(self, names: frozenset[str] | None, leaves: frozenset[int]) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.leaves = names, leaves
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_plain_layer(m) or super().is_leaf_module(m, module_qualified_name)
+        return (
+            is_plain_layer(m)
+            or id(m) in self.leaves
+            or super().is_leaf_module(m, module_qualified_name)
+        )
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -187,28 +198,3 @@ def _namespaces(model: nn.Module) -> Iterator[dict[str, Any]]:
     found = [vars(math)]
     found += [getattr(module.forward, "__globals__", {}) for module in model.modules()]
     return iter({id(namespace): namespace for namespace in found}.values())
-
-
-@contextmanager
-def _state_restored(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Restore the attributes and buffers of all modules; list the modules that were changed.
-
-    Constants made in a traced `forward` become attributes of the network, and buffers assigned
-    there become proxies.
-    """
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    changed: list[nn.Module] = []
-    try:
-        yield changed
-    finally:
-        for module, own, buffers in before:
-            if not (_same_items(vars(module), own) and _same_items(module._buffers, buffers)):
-                changed.append(module)
-                vars(module).clear()
-                vars(module).update(own)
-                module._buffers.clear()
-                module._buffers.update(buffers)
-
-
-def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[key] is value for key, value in b.items())

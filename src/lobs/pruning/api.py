@@ -15,13 +15,17 @@ from lobs._system.distributed import find_group, process_group, use_group
 from lobs._system.memory import limited
 from lobs._system.progress import shown
 from lobs._system.run_log import RunLog, log_event, peak_bytes, recorded_run
-from lobs.calibration.batches import Batches, guarded
+from lobs.calibration.batches import Batches
+from lobs.calibration.forward import fitted
 from lobs.errors import LobsError, caution, warning_once
+from lobs.layers.folding import folded
+from lobs.layers.untouched import buffers_kept
+from lobs.pruning.coverage import warn_of
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
 from lobs.pruning.feasibility import empty_target
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
-from lobs.pruning.options import Options, PruneOptions, checked
+from lobs.pruning.options import Options, PruneOptions, check_model, checked
 from lobs.pruning.refit.blocks import BlockRefits
 from lobs.pruning.result import PruningResult
 from lobs.pruning.run import Run, run_rounds
@@ -66,14 +70,17 @@ def prune(
     began = time.perf_counter()
     if not isinstance(inplace, bool):
         raise LobsError(f"inplace is {inplace!r}: True or False.")
-    asked = checked(model, target, options, keep)
-    data = guarded(batches)
-    other = None if held_out is None else guarded(held_out, again=False, name="held_out")
-    with _prepared(model, asked, progress) as log, _opened(model, data, asked) as session:
-        samples = session.calibration.samples
+    check_model(model)
+    dense = folded(model)
+    if inplace and dense is not model:
+        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    data = fitted(dense, batches)
+    asked = checked(dense, target, options, keep, data)
+    other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
+    with _prepared(dense, asked, progress) as log, _opened(dense, data, asked) as session:
+        asked, samples = session.options, session.calibration.samples
         calibrated = time.perf_counter() - began
-        drop = isinstance(asked.target, Budget) and asked.target.drop is not None
-        run, trials = search_drop(session) if drop else (run_rounds(session), [])
+        run, trials = _pruned(session)
         certificate, preview = run.certify(other), session.preview(run.removed())
         layers, solutions = run.results(), run.solutions()
     _check_left(asked, solutions, trials)
@@ -92,7 +99,16 @@ def prune(
         preview=preview,
         phases=log.seconds,
         peak_bytes=peak_bytes(),
+        coverage=session.coverage,
     )
+
+
+def _pruned(session: Session) -> tuple[Run, list[Trial]]:
+    """Return the last run of a session, and the trials where a drop was searched for."""
+    target = session.options.target
+    if isinstance(target, Budget) and target.drop is not None:
+        return search_drop(session)
+    return run_rounds(session), []
 
 
 def forecast(
@@ -114,8 +130,11 @@ def forecast(
         keep: as for `prune`.
         **options: as for `prune`.
     """
-    asked = checked(model, target, options, keep)
-    data, limit = guarded(batches), asked.execution.memory_bytes
+    check_model(model)
+    model = folded(model)
+    data = fitted(model, batches)
+    asked = checked(model, target, options, keep, data)
+    limit = asked.execution.memory_bytes
     group = find_group(asked.execution.distributed)
     with limited(limit, taken_in_the_end(model, list(asked.layers))), use_group(group):
         return _forecasted(model, data, asked)
@@ -129,6 +148,7 @@ def _prepared(model: nn.Module, asked: Options, progress: bool) -> Iterator[RunL
     taken = 0 if limit is None else taken_in_the_end(model, list(asked.layers))
     with (
         warning_once(),
+        buffers_kept(model),
         torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
         limited(limit, taken),
         shown(progress and group.leads, steps=_steps(asked), layers=_costs(asked)),
@@ -163,6 +183,8 @@ def _opened(model: nn.Module, data: Batches, asked: Options) -> Iterator[Session
             ahead = _forecasted(model, data, asked)
             log_event("forecast", **ahead.as_dict())
             session.pass_bytes = ahead.room
+        session.leave_unreached()
+        warn_of(session.coverage)
         yield session
 
 
@@ -212,6 +234,9 @@ def _settings(asked: Options, run: Run, trials: list[Trial]) -> dict[str, Any]:
         if asked.refit is not None and run.refit.reason:
             caution(f"refit='{asked.refit}': weights were left {run.refit}.")
         settings["refit"] = str(run.refit)
+    rare = run.rarely_used()
+    if rare:
+        settings["rarely used"] = rare
     if isinstance(run.refit, BlockRefits):
         settings["blocks"] = [asdict(block) for block in run.refit.blocks]
     if trials:

@@ -8,9 +8,19 @@ from torch import nn
 
 from lobs.errors import TargetError
 from lobs.layers import Layer
+from lobs.layers.discovery import refusal
 from lobs.pruning.forecast import network_bytes
 from lobs.solvers.checks import check_finite
-from lobs.targets import Budget, Pattern, Sparsity, Target, check_names, for_layer, removable
+from lobs.targets import (
+    Budget,
+    Pattern,
+    Sparsity,
+    Target,
+    check_names,
+    for_layer,
+    names_in,
+    removable,
+)
 
 
 def prunable(layers: Sequence[Layer], prune_bias: bool) -> dict[str, int]:
@@ -51,6 +61,18 @@ def check(
             _check_shared(target, model, layers, prune_bias)
 
 
+def check_named(target: Target, left: Mapping[str, str]) -> None:
+    """Refuse a target that names a layer which cannot be pruned.
+
+    Args:
+        target: what is wanted.
+        left: why layers are left dense, by name.
+    """
+    wanted = {name: left[name] for name in names_in(target) if name in left}
+    if wanted:
+        raise refusal(wanted)
+
+
 def _check_empty(target: Target, counts: Mapping[str, int]) -> None:
     """Refuse a target that leaves no weight in any layer."""
     match target:
@@ -81,11 +103,23 @@ def _removes_everything(target: Target | None, count: int) -> bool:
 
 
 def check_pattern(target: Pattern, layers: Iterable[Layer]) -> None:
-    """Refuse a pattern that a layer cannot take."""
+    """Refuse a pattern that layers cannot take; name all of them."""
+    refused: dict[str, TargetError] = {}
     for layer in layers:
         asked = target.for_layer(layer.name)
         if asked is not None:
-            asked.check_layer(layer.name, layer.groups, layer.rows, layer.columns)
+            try:
+                asked.check_layer(layer.name, layer.groups, layer.rows, layer.columns)
+            except TargetError as error:
+                refused[layer.name] = error
+    if refused:
+        first = next(iter(refused.values()))
+        if len(refused) == 1:
+            raise first
+        raise TargetError(
+            f"{first} {len(refused)} layers are like that; to go on without them: "
+            f"skip={[*refused]}."
+        )
 
 
 def _check_shared(

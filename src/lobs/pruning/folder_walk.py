@@ -226,7 +226,8 @@ class Walk:
             overwrite=True,
         )
         target = for_layer(self.asked.target, layer.name)
-        problem = asymmetric_problem(problem, *aim, kept_share(target, problem))
+        if aim is not None:
+            problem = asymmetric_problem(problem, *aim, kept_share(target, problem))
         with phase("solve", layer=layer.name):
             solution = solve(problem, self.asked.solver, target)
         return FinishedLayer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
@@ -13,9 +13,11 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from torch import nn
 
 from lobs._system import memory as memory_limit
+from lobs.calibration.learning import learn
 from lobs.errors import LobsError
 from lobs.layers import Layer, find_layers
 from lobs.pruning import feasibility
+from lobs.pruning.coverage import left_dense
 from lobs.pruning.refit.joint import WORK, Refit
 from lobs.solvers import Auto, as_solver
 from lobs.solvers.problem import Solver
@@ -132,6 +134,28 @@ class Options:
     layers: tuple[Layer, ...]
     numerics: Numerics
     execution: Execution
+    choice: tuple[Any, Any] = (None, ())  # `layers` and `skip` as they were given
+    left: Mapping[str, str] = field(default_factory=dict)  # why layers stay dense, by name
+
+    @property
+    def named(self) -> bool:
+        """Return whether the caller named the layers, so that none of them may be left out."""
+        return self.choice[0] is not None
+
+    def looked_up_again(self, model: nn.Module) -> Options:
+        """Return the options with the layers that the network is known to have by now."""
+        found, left = find_layers(model, *self.choice), left_dense(model, *self.choice)
+        feasibility.check(self.target, model, found, self.numerics.prune_bias)
+        return replace(self, layers=tuple(found), left=left)
+
+    def without(self, reasons: Mapping[str, str]) -> Options:
+        """Return the options without some layers, which stay as they are.
+
+        Args:
+            reasons: why each layer is left out, by name.
+        """
+        layers = tuple(layer for layer in self.layers if layer.name not in reasons)
+        return replace(self, layers=layers, left={**self.left, **reasons})
 
     @property
     def shared(self) -> bool:
@@ -168,6 +192,7 @@ def checked(
     target: Target | None,
     given: PruneOptions,
     keep: float | str | Mapping[str, float | str] | None = None,
+    batches: Iterable[Any] = (),
 ) -> Options:
     """Return the completed options of a call; refuse, before any data is read, what cannot be done.
 
@@ -176,22 +201,34 @@ def checked(
         target: what is wanted; None where `keep` says it.
         given: the keyword arguments of `prune`.
         keep: the fraction of weights to keep.
+        batches: the data, of which one batch is run where a network's code leaves open how it
+            uses its weights.
     """
-    if not isinstance(model, nn.Module):
-        raise LobsError(
-            f"model is a {type(model).__name__}: give a torch.nn.Module first, then the batches."
-        )
+    check_model(model)
     check_options(given)
     target = wanted(target, keep)
     numerics, execution = option_values(given)
     if numerics.prune_bias and isinstance(target, Pattern):
         raise LobsError("prune_bias does not go with patterns, which are made of weights.")
-    found = find_layers(model, given.get("layers"), given.get("skip", ()))
+    learn(model, batches)
+    choice = given.get("layers"), given.get("skip", ())
+    found, left = find_layers(model, *choice), left_dense(model, *choice)
+    feasibility.check_named(target, left)
     feasibility.check(target, model, found, numerics.prune_bias)
     solver = as_solver(given.get("solver", "auto"))
     inputs = _inputs(given.get("inputs"), target)
     refit, work = _refit(given.get("refit"), solver, inputs, execution)
-    return Options(target, solver, inputs, refit, work, tuple(found), numerics, execution)
+    return Options(
+        target, solver, inputs, refit, work, tuple(found), numerics, execution, choice, left
+    )
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no network."""
+    if not isinstance(model, nn.Module):
+        raise LobsError(
+            f"model is a {type(model).__name__}: give a torch.nn.Module first, then the batches."
+        )
 
 
 _MOVED = {

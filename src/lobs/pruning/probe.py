@@ -53,18 +53,19 @@ def probed(model: nn.Module, batches: Iterable[Any], layers: Sequence[Layer]) ->
         with memory.most_resident() as peak:
             before = memory.resident()
             with watching(layer.on_input(partial(_first_patches, layer)) for layer in layers):
-                seen = collect_moments(model, first, layers, counts_only=True)
+                seen = collect_moments(model, first, layers, counts_only=True, required=False)
         took = time.perf_counter() - began
     count = max(process_group().all_gather(length(batches) or sum(1 for _ in batches)))
     madds = paired = 0
-    for layer in layers:
+    reached = [layer for layer in layers if layer.name in seen]
+    for layer in reached:
         vectors, d = seen.count(layer.name) * layer.groups, layer.columns + 1
         madds += vectors * d**2
         paired += vectors * d * (d + (2 * layer.rows if weighed(layer) else d))
     unit = count * COSTS.product / 1e9
     each = max(1, seen.samples)
     uses = sum(
-        seen.count(layer.name) * layer.uses_per_patch * layer.weight.numel() for layer in layers
+        seen.count(layer.name) * layer.uses_per_patch * layer.weight.numel() for layer in reached
     )
     return Probe(
         forward=count * took,

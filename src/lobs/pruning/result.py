@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lobs.calibration.batch_norm import BatchNormEffect
 from lobs.certificate.bound import Certificate, refuse
 from lobs.errors import FileError
+from lobs.pruning.coverage import Coverage
 from lobs.pruning.preview import BudgetPreview
 from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution
@@ -69,6 +70,7 @@ class PruningRecord:
     preview: BudgetPreview | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     peak_bytes: int | None = None  # largest resident memory of the process
+    coverage: Coverage | None = None  # how much of the network could be pruned, and what was left
 
     def __repr__(self) -> str:
         return (
@@ -110,6 +112,7 @@ class PruningRecord:
             "seconds": self.seconds,
             "phases": self.phases,
             "peak_bytes": self.peak_bytes,
+            "coverage": None if self.coverage is None else asdict(self.coverage),
         }
 
     @classmethod
@@ -130,6 +133,7 @@ class PruningRecord:
         since = changed_since(record)
         try:
             rows, norms = record["layers"], record.get("batch_norm")
+            covered = record.get("coverage")
             preview = None if since else record.get("preview")
             certificate = Certificate(**record["certificate"])
             settings = dict(record.get("settings", {}))
@@ -145,6 +149,7 @@ class PruningRecord:
                 preview=None if preview is None else BudgetPreview.from_record(preview),
                 phases=dict(record.get("phases", {})),
                 peak_bytes=record.get("peak_bytes"),
+                coverage=None if covered is None else Coverage(**covered),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FileError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ from lobs.certificate.bound import Certificate
 from lobs.certificate.certify import certificate, layer_errors
 from lobs.errors import LobsError
 from lobs.layers import Layer, find_layers
+from lobs.layers.untouched import copied
 from lobs.pruning.finished import FinishedLayer, network_error
 from lobs.pruning.refit.blocks import BlockRefit, BlockRefits, refit_block
 from lobs.pruning.refit.gauss_newton import parameters_of
@@ -187,13 +187,22 @@ class Run:
             return found
         layers, measured = self.layers(), self.compare().layers
         return {
-            name: _refitted(solution, layers[name], measured[name])
+            name: _refitted(solution, layers[name], measured.get(name))
             for name, solution in found.items()
         }
 
     def removed(self) -> dict[str, int]:
         """Return how many weights of each layer are gone."""
         return {name: done.solution.removed for name, done in self.finished.items()}
+
+    def rarely_used(self) -> dict[str, int]:
+        """Return the experts that got fewer tokens than they have inputs, and how many they got."""
+        seen = {name: done.samples for name, done in self.finished.items()}
+        return {
+            layer.name: seen[layer.name]
+            for layer in self.session.layers
+            if layer.routed and seen[layer.name] < layer.columns
+        }
 
     def _solve_independently(self) -> None:
         session, layers = self.session, self.layers()
@@ -218,8 +227,14 @@ class Run:
         known = [layer.name for layer, _ in pairs if self._known(layer)]
         by_blocks = self.last and session.by_blocks
         refits: list[BlockRefit] = []
+        vectors = {name: session.calibration.count(name) for name in order} if by_blocks else None
         for block in in_blocks(
-            session.model, self.model, session.batches, pairs, repeated=by_blocks
+            session.model,
+            self.model,
+            session.batches,
+            pairs,
+            repeated=by_blocks,
+            vectors=vectors,
         ):
             for layer, moments in layers_of(block, known):
                 self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023
@@ -260,7 +275,10 @@ class Run:
         session = self.session
         asymmetric = session.options.inputs == "asymmetric"
         aim = moments.aim(session.dense(layer.name)) if asymmetric else None
-        problem = session.problem(layer, moments.pruned, overwrite=True)
+        if moments.pruned.count:
+            problem = session.problem(layer, moments.pruned, overwrite=True)
+        else:  # an expert that gets no token any more
+            problem = session.dense_problem(layer)
         if aim is not None:
             kept = kept_share(self.plan[layer.name], problem)
             problem = asymmetric_problem(problem, *aim, kept)
@@ -327,7 +345,7 @@ class Run:
         session, pairs = self.session, []
         if session.options.inputs == "asymmetric":
             layers = self.layers()
-            pairs = [(layer, layers[layer.name]) for layer in session.layers]
+            pairs = [(x, layers[x.name]) for x in session.layers if not x.routed]
         return Comparison(session.model, self.model, pairs, session.calibration.samples)
 
 
@@ -366,20 +384,21 @@ def _once(compute: Callable[[], FinishedLayer]) -> Iterator[FinishedLayer]:
     yield compute()
 
 
-def _refitted(solution: Solution, layer: Layer, measured: LayerDistance) -> Solution:
-    """Return a solution with the weights and errors that the joint refit left."""
-    return replace(
-        solution,
-        weight=layer.matrix(),
-        error=measured.mean_error,
-        energy=measured.mean_energy,
-        curve=None,
-    )
+def _refitted(solution: Solution, layer: Layer, measured: LayerDistance | None) -> Solution:
+    """Return a solution with the weights and errors that the joint refit left.
+
+    An expert's error is that of its solution: it has other inputs in each network.
+    """
+    weight = layer.matrix()
+    if measured is None:
+        return replace(solution, weight=weight, curve=None)
+    error, energy = measured.mean_error, measured.mean_energy
+    return replace(solution, weight=weight, error=error, energy=energy, curve=None)
 
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return copied(model)
     except Exception as error:  # a network may hold locks, open files, tensors with a history
         text = " ".join(str(error).split())
         raise LobsError(

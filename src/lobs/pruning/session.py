@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from lobs._system import memory
 from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
 from lobs._system.progress import track
-from lobs.calibration.collect import Calibration, collect_moments
+from lobs.calibration.collect import Calibration, collect_moments, never_reached
 from lobs.calibration.fisher import fisher_diagonal
 from lobs.calibration.layer_problem import layer_problem
+from lobs.calibration.learning import learn
 from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
 from lobs.calibration.output_influence import output_influence
 from lobs.layers import Layer, find_layers
+from lobs.layers.uses import learnt
 from lobs.pruning import feasibility
+from lobs.pruning.coverage import Coverage, coverage
 from lobs.pruning.finished import Packed
 from lobs.pruning.options import Options
 from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
@@ -52,6 +55,7 @@ class Session:
     store: RunStore = field(default_factory=RunStore)
     pass_bytes: float | None = None
     runs: int = 0
+    calibration_key: str = "calibration"
     influence: dict[str, Tensor] = field(default_factory=dict)
     _influences: int = 0
     _losses: dict[str, RowLosses] = field(default_factory=dict)
@@ -86,9 +90,52 @@ class Session:
         late = not (options.inputs == "dense" or options.shared)
         if late or options.execution.memory is not None:
             return gathered(
-                self.model, self.batches, list(self.layers), self.store, self.pass_bytes
+                self.model,
+                self.batches,
+                list(self.layers),
+                self.store,
+                self.pass_bytes,
+                key=self.calibration_key,
             )
-        return collect_moments(self.model, self.batches, list(self.layers), run_store=self.store)
+        return collect_moments(
+            self.model,
+            self.batches,
+            list(self.layers),
+            run_store=self.store,
+            key=self.calibration_key,
+            required=False,
+        )
+
+    def leave_unreached(self) -> None:
+        """Leave layers that no batch reaches as they are; refuse them where they were named."""
+        missing = self._unreached()
+        if missing and learnt(self.model) is None:  # another module may use their weights
+            learn(self.model, self.batches, always=True)
+            self.options = self.options.looked_up_again(self.model)
+            self.calibration_key = "calibration again"
+            del self.calibration
+            missing = self._unreached()
+        seen = self.calibration
+        if not missing:
+            return
+        if self.options.named or len(missing) == len(self.layers):
+            raise never_reached(missing)
+        self.options = self.options.without(dict.fromkeys(missing, "no batch runs it"))
+        reached = {name: m for name, m in seen.moments.items() if name not in missing}
+        self.calibration = replace(seen, moments=reached)
+
+    def _unreached(self) -> list[str]:
+        seen = self.calibration
+        return [
+            layer.name
+            for layer in self.layers
+            if layer.name not in seen.moments or (layer.routed and not seen.count(layer.name))
+        ]
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """Return how much of the network is to be pruned, and what stays dense."""
+        return coverage(self.model, self.layers, self.options.left)
 
     @cached_property
     def refit(self) -> Refit:

@@ -95,6 +95,8 @@ def _change(result: PruningRecord) -> str:
 
 def _notes(result: PruningRecord) -> list[str]:
     settings, lines = result.settings, [_change(result)]
+    if result.coverage is not None:
+        lines.insert(0, f"Prunable: {result.coverage}")
     damped = [f"{x.name} ({x.damping:.1e})" for x in result.layers if x.damping]
     if damped:
         lines.append(f"Damping λ: {', '.join(damped)}.")
@@ -102,6 +104,12 @@ def _notes(result: PruningRecord) -> list[str]:
         lines.append(f"Batch norm: {result.batch_norm}.")
     if "refit" in settings:
         lines.append(f"Refit: {settings['refit']}.")
+    rare = settings.get("rarely used", {})
+    if rare:
+        seen = ", ".join(f"{name} ({samples:,})" for name, samples in rare.items())
+        lines.append(
+            f"Rarely used experts, with the number of their tokens: {seen}. Calibrate on more data."
+        )
     if "trials" in settings:
         tried = sorted(settings["trials"], key=lambda trial: -int(trial["kept"]))
         scores = (f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)

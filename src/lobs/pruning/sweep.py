@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from lobs._system.progress import shown, track
-from lobs.calibration.batches import guarded
 from lobs.calibration.collect import collect_moments
+from lobs.calibration.forward import fitted
 from lobs.calibration.layer_problem import layer_problem
 from lobs.errors import TargetError, warning_once
 from lobs.layers import find_layers
@@ -75,7 +75,7 @@ def sweep(
         return points
     costs = {layer.name: layer.weight.numel() * float(layer.columns) for layer in asked[0].layers}
     with warning_once(), shown(progress, layers=costs):
-        first = Session(model, guarded(batches), asked[0])
+        first = Session(model, fitted(model, batches), asked[0])
         with track("sweep", len(targets)) as advance:
             for value, options in zip(values, asked, strict=True):
                 run = run_rounds(first.with_options(options))

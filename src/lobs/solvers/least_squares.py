@@ -14,11 +14,12 @@ from lobs.solvers.kernels.rows import blocks, by_rows, listed
 from lobs.solvers.metric import Metric
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, finish
+from lobs.solvers.together import fit_together, is_narrow
 
 Vector: TypeAlias = Sequence[Tensor]  # one vector, in parts
 
 # Below this independence float32 loses the third digit of a loss, so float64 is used.
-_FLOAT32_SAFE = 1e-4
+FLOAT32_SAFE = 1e-4
 # Multiply-adds of one Cholesky per row: from _FEW on, weights that are best already are left alone
 # and processes share the rows. From _SOME on, conjugate gradients are preferred from a near start,
 # and from _MANY on always.
@@ -97,7 +98,7 @@ def approach_least_squares(
 
 def single_precision(metric: Metric, weight: Tensor) -> bool:
     """Return whether the search for a support may run in float32."""
-    return weight.dtype != torch.float64 and metric.independence >= _FLOAT32_SAFE
+    return weight.dtype != torch.float64 and metric.independence >= FLOAT32_SAFE
 
 
 def sweep_dtype(metric: Metric, weight: Tensor) -> torch.dtype:
@@ -155,6 +156,9 @@ def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> So
         mask = mask.clone(memory_format=torch.contiguous_format)
         group.broadcast(mask)
     shape = (len(problem.metrics), *problem.weight.shape[-2:])
+    if is_narrow(*shape):
+        weight = fit_together(problem.metrics, problem.weight, mask.view(shape))
+        return finish(problem, weight, mask, damping=max(m.damping for m in problem.metrics))
     parts = []
     for g, (metric, (weight, _), kept) in enumerate(
         zip(problem.metrics, problem.groups, mask.view(shape), strict=True)

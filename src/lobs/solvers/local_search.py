@@ -20,12 +20,14 @@ from torch import Tensor
 from lobs.solvers import kernels, linalg
 from lobs.solvers.kernels.rows import by_rows, listed, pad_with_identity, restrict
 from lobs.solvers.least_squares import (
+    FLOAT32_SAFE,
     approach_least_squares,
     stacked,
     sweep_dtype,
     typical_independence,
 )
 from lobs.solvers.problem import Problem
+from lobs.solvers.together import is_narrow, swap_together
 
 _POOL = 128  # candidates on either side, at most; more find little more
 _LEAST_POOL = 32  # candidates on either side, at least
@@ -78,13 +80,20 @@ def swap(
     """
     late = None if seconds is None else time.perf_counter() + seconds
     among = problem.context.group
-    gram, weight = stacked(problem)
+    gram, weight = stacked(problem, _kind(problem))
     # Errors are squares: float32 holds them only for weights near 1.
     size = float(weight.abs().amax()) if weight.numel() else 0.0
     size = size if size > 0 else 1.0
     weight = weight / size
     kept = mask.view(weight.shape).clone(memory_format=torch.contiguous_format)
     among.broadcast(kept)  # ties may be broken differently on another kind of processor
+    if is_narrow(*weight.shape):
+        kept, values, gained = swap_together(
+            gram, weight, kept, problem.importance, problem.protected,
+            backend=backend, label=f"swaps {problem.name}",
+        )  # fmt: skip
+        values = values.to(problem.metrics[0].gram.dtype)
+        return Exchanged(kept.view(mask.shape), values.mul_(size), gained * size**2)
     groups = [_Rows(problem, g, size, kept[g], late, backend) for g in range(len(weight))]
     values, first = weight if near is None else near / size, 0.0
     for turn in range(max(1, rounds)):
@@ -102,6 +111,14 @@ def swap(
         if late is not None and among.all_gather(time.perf_counter() > late)[0]:
             break
     return Exchanged(kept.view(mask.shape), values.mul_(size), first * size**2)
+
+
+def _kind(problem: Problem) -> torch.dtype:
+    """Return the precision of a search in all groups at once; float32 for conjugate gradients."""
+    if not is_narrow(len(problem.metrics), *problem.weight.shape[-2:]):
+        return torch.float32
+    sound = all(m.independence >= FLOAT32_SAFE for m in problem.metrics)
+    return torch.float32 if sound else torch.float64
 
 
 def pool_size(kept: float, free: int) -> int:

@@ -7,7 +7,7 @@ for every layer is the last resort.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -53,6 +53,7 @@ def in_blocks(
     layers: Sequence[LayerPair],
     *,
     repeated: bool = False,
+    vectors: Mapping[str, int] | None = None,
 ) -> Iterator[Block]:
     """Yield the blocks of a network in running order; each advances before the next comes.
 
@@ -66,9 +67,12 @@ def in_blocks(
         layers: pairs of one layer in the dense and the pruned network, in running order.
         repeated: prefer repeated blocks to the steps of a traced graph, and hold out one sample
             in eight, to choose the aim of layers and to judge a refit on.
+        vectors: number of each layer's input vectors. Where that is far more than its moment needs,
+            some positions of every image serve. By default all do.
     """
     with evaluating(dense), evaluating(pruned):
         for block in _made(dense, pruned, batches, layers, repeated):
+            block.vectors = vectors or {}
             yield block
             block.advance()
 

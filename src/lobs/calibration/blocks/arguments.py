@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lobs._system.noise import same_noise
+from lobs.layers.untouched import untouched
+
 # A block that runs again must not add to a cache of keys and values.
 _CACHES = {
     "past_key_values": None,
@@ -39,10 +42,18 @@ class Arguments:
         plain = tuple(None if _is_cache(value) else value for value in rest.args)
         return (first if isinstance(first, Tensor) else None), cls(plain, kwargs)
 
-    def run(self, module: nn.Module, x: Tensor) -> Any:
-        """Run a module on activations with these arguments."""
+    def run(self, module: nn.Module, x: Tensor, seed: int = 0) -> Any:
+        """Run a module on activations with these arguments, and leave it as it was.
+
+        Args:
+            module: the block.
+            x: the activations.
+            seed: equal for runs that must draw the same random numbers.
+        """
         args = [x if value is _HIDDEN else value for value in self.args]
-        return module(*args, **{k: x if v is _HIDDEN else v for k, v in self.kwargs.items()})
+        kwargs = {k: x if v is _HIDDEN else v for k, v in self.kwargs.items()}
+        with same_noise(seed, x.device), untouched(module):
+            return module(*args, **kwargs)
 
     def rows(self, rows: slice, count: int) -> Arguments:
         """Return the arguments of some samples of a batch of `count`."""

@@ -24,6 +24,7 @@ from lobs.layers import Layer, watching
 KEPT_BACK = 8  # one sample in so many is held out
 IN_MEMORY = 4 * 2**30  # bytes of activations that may stay in memory
 _WORTH_A_FILE = 2**16
+_ENOUGH = 64  # input vectors for every column of a layer; of images with more, some positions serve
 
 LayerPair = tuple[Layer, Layer]
 Run = Callable[[], Any]
@@ -46,6 +47,7 @@ class Block(ABC):
         self.layers, self.name = layers, name
         self.calls: dict[str, int] = {}  # calls of each layer in one pass, where not one
 
+    vectors: Mapping[str, int] = {}  # of each layer's inputs in all data, where positions may go
     holds_out = False  # whether some samples are kept out of the layers' moments
     count = 0  # batches of this process, where samples are held out
 
@@ -79,12 +81,15 @@ class Block(ABC):
     def advance(self) -> None:  # noqa: B027 - a block that keeps no state has nothing to do
         """Leave this block behind, now that its layers are pruned."""
 
-    def run_dense_once(self) -> None:
-        """Run one batch through the dense block."""
+    def run_dense(self, seen: Collection[str]) -> None:
+        """Run batches through the dense block until all its layers were `seen`: mostly one."""
+        ran = False
         for dense, _ in self.both():
             dense()
-            return
-        if process_group().size == 1:
+            ran = True
+            if len(seen) == len(self.layers):
+                return
+        if process_group().size == 1 and not ran:
             raise CalibrationError("batches could be read only once: give a list or a DataLoader.")
 
     def observe(
@@ -101,17 +106,16 @@ class Block(ABC):
             moments: their moments, by name.
             held_out: take the held-out samples instead.
         """
-        for dense_inputs, pruned_inputs in self.inputs(together, held_out=held_out):
+        inputs = self.inputs(together, held_out=held_out)
+        for number, (dense_inputs, pruned_inputs) in enumerate(inputs):
             for before, after in together:
                 xs, xs_hat = dense_inputs[before.name], pruned_inputs[after.name]
-                if len(xs) != len(xs_hat):
-                    raise CalibrationError(
-                        f"layer '{before.name}' runs {len(xs)} times on a batch in the dense "
-                        f"network and {len(xs_hat)} times once layers before it are pruned, so "
-                        "their inputs cannot be compared. Use inputs='dense'."
-                    )
+                if len(xs) != len(xs_hat):  # an expert that no token reaches any more
+                    moments[before.name].unpaired(after, xs_hat)
+                    continue
+                step = before.spacing(self.vectors.get(before.name, 0), _ENOUGH * before.columns)
                 for x, x_hat in zip(xs, xs_hat, strict=True):
-                    moments[before.name].add(before, x, x_hat)
+                    moments[before.name].add(before, x, x_hat, step=step, start=number)
             yield
 
 
@@ -199,7 +203,8 @@ def _moments(layers: Sequence[LayerPair]) -> dict[str, PairedMoments]:
     found: dict[str, PairedMoments] = {}
     first: dict[Any, PairedMoments] = {}
     for layer, _ in layers:
-        key = layer.form, layer.columns, layer.groups, layer.bias is None, layer.weight.device
+        key = (layer.form, layer.columns, layer.groups, layer.bias is None, layer.weight.device,
+               layer.name if layer.together is not None else "")  # fmt: skip
         found[layer.name] = PairedMoments(layer, first.get(key))
         if not memory.single_copy(layer.groups, layer.columns):  # whose problem overwrites it
             first.setdefault(key, found[layer.name])
@@ -219,13 +224,21 @@ def _sharing_inputs(block: Block) -> list[list[LayerPair]]:
         process_group().raise_together(),
         watching(before.on_input(partial(note, before.name)) for before, _ in block.layers),
     ):
-        block.run_dense_once()
+        block.run_dense(seen)
     block.calls = {name: len(inputs) for name, inputs in seen.items()}
     pairs = {before.name: (before, after) for before, after in block.layers}
     groups: list[list[str]] = []
+    joined: dict[Any, list[str]] = {}  # experts, which do not feed each other
     for name in seen:
+        together = pairs[name][0].together
         same = groups and _identical(seen[groups[-1][-1]], seen[name])
-        groups[-1].append(name) if same else groups.append([name])
+        if together in joined:
+            joined[together].append(name)
+        elif same and together is None:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+            joined |= {} if together is None else {together: groups[-1]}
     # A process without data has seen no layer, yet all processes must take them in one order.
     gathered = process_group().all_gather([groups, block.calls])
     groups, block.calls = next((found for found in gathered if found[0]), ([], {}))

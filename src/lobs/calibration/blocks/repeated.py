@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
+from lobs._system.noise import seed_of
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.arguments import Arguments, flowing, shapes
 from lobs.calibration.blocks.base import (
@@ -56,6 +57,7 @@ class Sample:
     wanted: Tensor | memory.Shelved
     held_out: bool
     masks: Masks = ()
+    seed: int = 0  # of the random numbers that the dense block drew
 
     @property
     def form(self) -> Hashable:
@@ -109,6 +111,7 @@ class Repeated(Block):
                 wanted,
                 self.row.held_out[index],
                 self.row.masks[index],
+                seed_of(self.name, index),
             )
             for index, (wanted, x) in enumerate(zip(*self.row.values, strict=True))
         ]
@@ -220,7 +223,8 @@ class Streams:
         x = loaded(self.values[side][index])
         x = x.clone() if x is self.values[side][index] else x
         with user_code(f"running block '{name}'"), padded(self.masks[index]):
-            return self.arguments[side][index][name].run(self.module(side, name), x)
+            seed = seed_of(name, index)
+            return self.arguments[side][index][name].run(self.module(side, name), x, seed)
 
     def advance(self, side: int, name: str) -> None:
         """Replace a network's activations before a block by those after it."""

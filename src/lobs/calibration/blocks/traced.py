@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
+from lobs._system.noise import same_noise, seed_of
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.base import (
     Block,
@@ -78,14 +79,15 @@ class _Steps:
             (i, self.nodes[i]) for i in ahead if self.nodes[i].op not in ("placeholder", "output")
         ]
         fresh, shelf = {n for _, n in steps}, memory.Shelf()
-        for batch in self.values:
+        for number, batch in enumerate(self.values):
             for side, values in enumerate(batch):
                 before = _held(values)
-                for i, node in steps:
-                    values[node] = self.value(side, values, node)
-                    for source in node.all_input_nodes:
-                        if self.last_use[source] <= i:
-                            values.pop(source, None)
+                with same_noise(seed_of(number, stop), self.device):
+                    for i, node in steps:
+                        values[node] = self.value(side, values, node)
+                        for source in node.all_input_nodes:
+                            if self.last_use[source] <= i:
+                                values.pop(source, None)
                 if self.held + _held(values) - before > self.allowed:
                     values.update({n: spilled(values[n], shelf) for n in fresh & values.keys()})
                 self.held += _held(values) - before
@@ -156,10 +158,11 @@ def traced_steps(
         names: the sets of arguments that batches give.
         hold_out: keep one sample in eight out of the layers' moments.
     """
-    if len(names) != 1 or any(before.tied or before.root for before, _ in layers):
+    if len(names) != 1 or any(before.tied or before.owner is dense for before, _ in layers):
         return None
+    own = frozenset(id(before.owner) for before, _ in layers)
     try:
-        traced = trace(dense, names=names[0])
+        traced = trace(dense, names=names[0], leaves=own)
     except TraceError:
         return None
     if traced.assigns_state:  # the pruned copy lacks the attributes that tracing added
@@ -168,7 +171,7 @@ def traced_steps(
     for number, node in enumerate(traced.graph.nodes):
         if node.op == "call_module":
             inside = set(map(id, dense.get_submodule(str(node.target)).modules()))
-            found = [pair for pair in layers if id(pair[0].module) in inside]
+            found = [pair for pair in layers if id(pair[0].owner) in inside]
             if found:
                 holding[number] = found
     running = [before.name for found in holding.values() for before, _ in found]

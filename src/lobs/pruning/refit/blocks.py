@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
-from lobs.calibration.forward import padded, positions, unpadded
-from lobs.layers import Layer, watching
+from lobs.calibration.forward import positions
+from lobs.layers import Layer
 from lobs.pruning.refit.descent import (
     Free,
     Piece,
@@ -31,6 +31,7 @@ from lobs.pruning.refit.descent import (
     cut,
     descend,
     free_parameters,
+    random_signs,
     separable,
 )
 from lobs.pruning.refit.joint import JointRefit
@@ -38,9 +39,8 @@ from lobs.solvers import linalg
 
 SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
-WORK_BYTES = 32  # of every weight of a block: copy, gradient, Adam's four, exact and best
+WORK_BYTES = 32  # of a block's weight: copy, gradient, Adam's two, step, size, exact and best
 _LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this
-_LEAST_SIZE = 1e-3  # of a layer's inputs, relative to their mean; smaller ones count as this
 _FEWEST_ROWS = 4  # of one step, where there are more
 
 
@@ -134,47 +134,12 @@ def refit_block(
     distance = _BlockDistance(work, block.samples(), free)
     if not distance.held_energy:
         return BlockRefit(block.name, reason="no sample could be held out")
-    units = _units(block, layers)
-    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}", units)
+    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}")
     if found.reason:
         return BlockRefit(block.name, reason=found.reason)
     if not 0 < found.before < math.inf:
         return BlockRefit(block.name, reason=f"its deviation is {found.before:g}")
     return BlockRefit(block.name, found.before, found.after, found.epochs, found.held_out)
-
-
-@torch.no_grad()
-def _units(block: Repeated, layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Return the factor on each weight's step: one over the root of its input's typical size.
-
-    Inputs of one layer differ in size, a hundredfold in language models. With even steps the
-    largest would decide how long a step may be. Steps in proportion to one over the size would
-    fit noise in the smallest.
-    """
-    energies = {
-        layer.name: torch.zeros(
-            layer.groups, layer.columns, dtype=torch.float64, device=layer.weight.device
-        )
-        for layer in layers
-    }
-
-    def note(layer: Layer, x: Tensor) -> None:
-        for piece in layer.patches(unpadded(layer, x.detach()).to(torch.float32)):
-            energies[layer.name] += piece.double().square().sum(dim=1)
-
-    with watching(layer.on_input(partial(note, layer)) for layer in layers):
-        for sample in block.samples()[:1]:
-            with padded(sample.masks):
-                sample.arguments.run(block.module, loaded(sample.inputs).clone())
-    process_group().all_reduce(*energies.values())
-    found: dict[str, Tensor] = {}
-    for layer in layers:
-        sizes = energies[layer.name].sqrt()
-        unit = (sizes / sizes.mean().clamp_min(1e-30)).clamp_min(_LEAST_SIZE).rsqrt().float()
-        for name, values in layer.by_column(unit).items():
-            key = name.removeprefix(f"{block.name}.")
-            found[key] = found[key] * values if key in found else values
-    return found
 
 
 class _BlockDistance:
@@ -208,6 +173,12 @@ class _BlockDistance:
         """See `Objective`."""
         return self._scale * self._squared(work, piece)
 
+    def probe(self, work: nn.Module, piece: Piece, generator: torch.Generator) -> Tensor:
+        """See `Objective`."""
+        out, goal, mask = self._outputs(work, piece)
+        signs = random_signs(goal, generator)
+        return math.sqrt(self._scale) * (_by_size(signs, goal, mask) * out).sum()
+
     @torch.no_grad()
     def distance(self, work: nn.Module) -> float:
         """See `Objective`."""
@@ -216,16 +187,20 @@ class _BlockDistance:
         return far / self.held_energy if self.held_energy else 0.0
 
     def _squared(self, work: nn.Module, piece: Piece) -> Tensor:
+        out, goal, mask = self._outputs(work, piece)
+        far: Tensor = _by_size(out - goal, goal, mask).square().sum()
+        return far
+
+    def _outputs(self, work: nn.Module, piece: Piece) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the block's output on a piece, the dense block's, and the mask of padding."""
         sample = self.samples[piece.sample]
         rows = slice(piece.rows.start, piece.rows.stop)
         x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
         arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
-        out = flowing(arguments.run(work, x.to(torch.float32, copy=True)))
+        out = flowing(arguments.run(work, x.to(torch.float32, copy=True), sample.seed))
         assert out is not None
         mask = positions(sample.wanted, sample.masks)
-        mask = None if mask is None else mask[rows].to(goal.device)
-        far: Tensor = _real(_by_size(out - goal, goal, mask), mask).square().sum()
-        return far
+        return out, goal, None if mask is None else mask[rows].to(goal.device)
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
         """Return whether rows are independent in one sample of every form."""
@@ -242,8 +217,10 @@ def _by_size(far: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
     Args:
         far: the deviations.
         wanted: the dense block's output.
-        mask: True where a position is no padding.
+        mask: True where a position is no padding; deviations are zero elsewhere.
     """
+    if mask is not None:
+        far = far.masked_fill(~mask.view(*mask.shape, *[1] * (far.dim() - 2)), 0)
     if wanted.dim() != 3:
         return far
     each = wanted.square().mean(dim=-1, keepdim=True)
@@ -257,12 +234,7 @@ def _by_size(far: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def _energy(wanted: Tensor, mask: Tensor | None = None) -> float:
     wanted = wanted.to(torch.float32)
-    return linalg.energy(_real(_by_size(wanted, wanted, mask), mask))
-
-
-def _real(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the values at positions that are no padding."""
-    return values if mask is None else values[mask]
+    return linalg.energy(_by_size(wanted, wanted, mask))
 
 
 def _numbers(sample: Sample) -> int:

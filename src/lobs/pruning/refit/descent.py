@@ -1,9 +1,10 @@
 """Move the kept weights of a module by Adam, judged on held-out samples.
 
-The steps are Adam's (Kingma and Ba 2015) on a copy in float32. A weight's step is relative to the
-typical size of its tensor's survivors, in units that the caller may give. After every epoch the
-held-out distance is measured. An epoch that leads away from the dense output is undone, and the
-next one takes shorter steps.
+The steps are Adam's (Kingma and Ba 2015) on a copy in float32. A weight's step is one over the root
+of its curvature. Curvatures differ by many orders of magnitude: a language model has inputs a
+hundred times larger than others, and units that all later layers depend on. They are estimated
+once, from products with random signs. After every epoch the held-out distance is measured. An epoch
+that leads away from the dense output is undone, and the next one takes shorter steps.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ from lobs.layers import Layer
 from lobs.layers.discovery import as_layer
 from lobs.pruning.refit.joint import kept_entries
 
+_PROBED = 8  # pieces that curvatures are estimated on
+_FLOOR = 0.02  # least curvature, relative to its tensor's mean
+_LEAST_GRADIENT = 1e-12  # below which Adam takes shorter steps
+
 
 @dataclass(frozen=True)
 class Schedule:
     """How long a descent goes on.
 
     Args:
-        epochs: number of epochs; the held-out distance is measured after each.
+        epochs: number of epochs, at most; the held-out distance is measured after each.
         steps: steps of an epoch, about.
-        rate: first step, relative to the root mean square of a tensor's survivors and to the
-            square root of the first distance. A half cosine leads from there to zero.
+        rate: size of the first step: its squared effect on the output, if the effects of weights
+            were independent, is `rate`² times the distance. A half cosine leads from there to zero.
         betas: decay rates of Adam's averages.
         shorter: factor on the steps after an epoch that led away. That epoch is undone.
+        worth: least share of the distance that an epoch must win.
+        patience: epochs that may win less before the descent ends.
     """
 
     epochs: int
@@ -41,6 +48,8 @@ class Schedule:
     rate: float
     betas: tuple[float, float] = (0.9, 0.99)
     shorter: float = 0.25
+    worth: float = 0.005
+    patience: int = 2
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,15 @@ class Objective(Protocol):
 
     def loss(self, work: nn.Module, piece: Piece) -> Tensor:
         """Return the distance, summed over a piece, in units of any size that all pieces share."""
+
+    def probe(self, work: nn.Module, piece: Piece, generator: torch.Generator) -> Tensor:
+        """Return a number whose squared gradients are half the loss's curvatures, on average.
+
+        Args:
+            work: the module.
+            piece: some rows.
+            generator: where the random signs come from.
+        """
 
     def distance(self, work: nn.Module) -> float:
         """Return the distance on the held-out pieces of all processes."""
@@ -160,7 +178,6 @@ def descend(
     objective: Objective,
     schedule: Schedule,
     label: str,
-    units: Mapping[str, Tensor] | None = None,
 ) -> Descent:
     """Move the free parameters, and write those that are best on held-out samples into a module.
 
@@ -173,7 +190,6 @@ def descend(
         objective: the distance.
         schedule: how long.
         label: what the progress display says.
-        units: for some parameters, the factor on each weight's step.
     """
     fault = _fault_of(work, objective)
     if fault:
@@ -184,7 +200,7 @@ def descend(
     if not 0 < before < math.inf:
         return Descent(before, before, 0, rows)
     best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
-    adam, epochs = _Adam(work, free, objective, schedule, math.sqrt(before), units or {}), 0
+    adam, epochs, idle = _Adam(work, free, objective, schedule), 0, 0
     with track(label, schedule.epochs * schedule.steps) as advance:
         for epoch in range(schedule.epochs):
             adam.epoch(epoch)
@@ -193,6 +209,7 @@ def descend(
                 parameter.data.copy_(exact[name].to(own[name].dtype))
             now = objective.distance(work)
             advance(schedule.steps)
+            idle = 0 if now < (1 - schedule.worth) * best else idle + 1
             if now < best:
                 best, epochs = now, epoch + 1
                 best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
@@ -201,6 +218,8 @@ def descend(
                 adam.restart()
             for name, parameter, _ in free:
                 parameter.data.copy_(exact[name])
+            if idle == schedule.patience:
+                break
     if epochs:
         group.broadcast(*best_at.values())  # so that all processes have the same bits
         for name, value in best_at.items():
@@ -216,37 +235,26 @@ class _Adam:
         free: its free parameters.
         objective: the distance.
         schedule: how long.
-        size: what the first step is relative to, beside the parameters.
-        units: for some parameters, the factor on each weight's step.
     """
 
     def __init__(
-        self,
-        work: nn.Module,
-        free: Free,
-        objective: Objective,
-        schedule: Schedule,
-        size: float,
-        units: Mapping[str, Tensor],
+        self, work: nn.Module, free: Free, objective: Objective, schedule: Schedule
     ) -> None:
         self.work, self.free, self.objective, self.schedule = work, free, objective, schedule
-        self.units = [units.get(name) for name, _, _ in free]
-        self.rates = [
-            schedule.rate * size * _typical(p, mask, unit)
-            for (_, p, mask), unit in zip(free, self.units, strict=True)
-        ]
         self.generator = torch.Generator().manual_seed(0)
+        self.sizes = _step_sizes(work, free, objective)
+        self.rate = schedule.rate
         self._begin()
 
     def _begin(self) -> None:
+        # Steps of length 1, which `_step` scales: Adam's own do not depend on the gradient's size.
         self.optimizer = torch.optim.Adam(
-            [{"params": [p], "lr": r} for (_, p, _), r in zip(self.free, self.rates, strict=True)],
-            betas=self.schedule.betas,
+            [p for _, p, _ in self.free], lr=1.0, betas=self.schedule.betas, eps=_LEAST_GRADIENT
         )
 
     def restart(self) -> None:
         """Begin again with smaller steps: the last ones led away."""
-        self.rates = [rate * self.schedule.shorter for rate in self.rates]
+        self.rate *= self.schedule.shorter
         self._begin()
 
     def epoch(self, number: int) -> None:
@@ -256,34 +264,69 @@ class _Adam:
         steps = _joined(order, objective.rows)[: objective.steps]
         many = max(group.all_gather(len(steps)))
         for index in range(many):
-            self._set_rate((number + index / many) / self.schedule.epochs)
+            progress = (number + index / many) / self.schedule.epochs
             self.optimizer.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 for piece in steps[index] if index < len(steps) else ():
                     objective.loss(self.work, piece).backward()  # type: ignore[no-untyped-call]
-            for _, parameter, mask in self.free:
+            for (_, parameter, mask), size in zip(self.free, self.sizes, strict=True):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 if mask is not None:
                     parameter.grad.mul_(mask)
+                parameter.grad.mul_(size)  # so that its square fits into float32
             group.all_reduce(*(p.grad for _, p, _ in self.free if p.grad is not None))
-            self._step()
+            self._step(self.rate * 0.5 * (1 + math.cos(math.pi * progress)))
 
-    def _step(self) -> None:
-        """Take Adam's step, and scale it: Adam's own does not depend on the gradient's size."""
-        scaled = [
-            (p, u) for (_, p, _), u in zip(self.free, self.units, strict=True) if u is not None
-        ]
-        before = [p.detach().clone() for p, _ in scaled]
+    @torch.no_grad()
+    def _step(self, rate: float) -> None:
+        before = [p.detach().clone() for _, p, _ in self.free]
         self.optimizer.step()
-        for (parameter, unit), old in zip(scaled, before, strict=True):
-            parameter.data.sub_(old).mul_(unit).add_(old)
+        for (_, parameter, _), size, old in zip(self.free, self.sizes, before, strict=True):
+            parameter.sub_(old).mul_(size).mul_(rate).add_(old)
 
-    def _set_rate(self, progress: float) -> None:
-        """Set the steps' size: a half cosine from the first to nothing."""
-        factor = 0.5 * (1 + math.cos(math.pi * progress))
-        for parameters, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            parameters["lr"] = rate * factor
+
+def _step_sizes(work: nn.Module, free: Free, objective: Objective) -> list[Tensor]:
+    """Return √(L / N h) for every weight: L is the loss now, N their number, h half a curvature.
+
+    If weights acted independently, moving all of them that far would add L to the loss.
+    """
+    generator = torch.Generator().manual_seed(process_group().rank)
+    squares = [torch.zeros_like(p, dtype=torch.float64) for _, p, _ in free]
+    loss = torch.zeros((), dtype=torch.float64)
+    every = max(1, len(objective.fit) // _PROBED)
+    with torch.enable_grad():
+        for piece in objective.fit[::every][:_PROBED]:
+            work.zero_grad(set_to_none=True)
+            objective.probe(work, piece, generator).backward()  # type: ignore[no-untyped-call]
+            for (_, parameter, _), total in zip(free, squares, strict=True):
+                if parameter.grad is not None:
+                    total.add_(parameter.grad.double().square())
+            with torch.no_grad():
+                loss += objective.loss(work, piece).detach().cpu()
+    work.zero_grad(set_to_none=True)
+    process_group().all_reduce(*squares, loss)
+    count = sum(p.numel() if mask is None else int(mask.sum()) for _, p, mask in free)
+    each = float(loss) / max(1, count)
+    return [
+        (each / _smoothed(h)).sqrt().to(p.dtype) for h, (_, p, _) in zip(squares, free, strict=True)
+    ]
+
+
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random signs in a tensor's shape, drawn on the CPU so that all devices agree."""
+    signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+    return signs.to(like).mul_(2).sub_(1)
+
+
+def _smoothed(squares: Tensor) -> Tensor:
+    """Replace noisy squares by row mean × column mean, bounded from below; infinite if all zero."""
+    if squares.dim() > 1:
+        lines = squares.flatten(1)
+        rows, columns = lines.mean(dim=1, keepdim=True), lines.mean(dim=0, keepdim=True)
+        squares = (rows * (columns / columns.mean())).view_as(squares)
+    mean = squares.mean()
+    return squares + _FLOOR * mean if mean > 0 else torch.full_like(squares, math.inf)
 
 
 def cut(pieces: Sequence[Piece], rows: int) -> list[Piece]:
@@ -293,13 +336,6 @@ def cut(pieces: Sequence[Piece], rows: int) -> list[Piece]:
         for whole in pieces
         for row in range(whole.rows.start, whole.rows.stop, rows)
     ]
-
-
-def _typical(parameter: Tensor, mask: Tensor | None, unit: Tensor | None) -> float:
-    kept = parameter.numel() if mask is None else int(mask.sum())
-    own = parameter.detach().double()
-    own = own if unit is None else own / unit
-    return math.sqrt(float(own.square().sum()) / max(1, kept))
 
 
 def _joined(pieces: Sequence[Piece], rows: int) -> list[list[Piece]]:

@@ -28,6 +28,7 @@ from lobs.pruning.refit.descent import (
     cut,
     descend,
     free_parameters,
+    random_signs,
     separable,
 )
 from lobs.pruning.refit.joint import JointRefit
@@ -96,6 +97,16 @@ class _OutputDistance:
         far, _ = self._far(work, piece)
         return far
 
+    def probe(self, work: nn.Module, piece: Piece, generator: torch.Generator) -> Tensor:
+        """See `Objective`."""
+        out = _output(call(work, cast(self._rows(piece), torch.float32)))
+        signs = random_signs(out, generator)
+        if self.measure == _KL:  # whose curvature in logits is diag p − p pᵀ for probabilities p
+            p = out.detach().softmax(dim=-1)
+            root = p.sqrt()
+            signs = (signs * root - p * (signs * root).sum(dim=-1, keepdim=True)) / math.sqrt(2)
+        return (signs * out).sum()
+
     @torch.no_grad()
     def distance(self, work: nn.Module) -> float:
         """See `Objective`."""
@@ -107,9 +118,7 @@ class _OutputDistance:
 
     def _far(self, work: nn.Module, piece: Piece) -> tuple[Tensor, float]:
         """Return the summed distance on a piece, and what it is relative to."""
-        batch = self.batches[piece.sample]
-        plain = dict(batch) if isinstance(batch, Mapping) else batch
-        batch = rows_of(plain, slice(piece.rows.start, piece.rows.stop), batch_size(batch))
+        batch = self._rows(piece)
         with torch.no_grad():
             wanted = _output(call(self.dense, batch))
         out = _output(call(work, cast(batch, torch.float32)))
@@ -118,6 +127,11 @@ class _OutputDistance:
             far = nn.functional.kl_div(out, wanted, log_target=True, reduction="sum")
             return far, float(wanted.numel() / wanted.shape[-1])
         return (out - wanted).square().sum(), float(wanted.square().sum())
+
+    def _rows(self, piece: Piece) -> Any:
+        batch = self.batches[piece.sample]
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        return rows_of(plain, slice(piece.rows.start, piece.rows.stop), batch_size(batch))
 
     @torch.no_grad()
     def _measure(self) -> str:
