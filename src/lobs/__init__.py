@@ -62,6 +62,7 @@ _PACKAGES = (
     "calibration",
     "certificate",
     "deploy",
+    "hub",
     "layers",
     "pruning",
     "report",

@@ -30,6 +30,10 @@ class UnsupportedLayerError(LobsError, TypeError):
     """A layer that `lobs` does not prune, with the reason."""
 
 
+class BlocksError(CalibrationError, UnsupportedLayerError):
+    """A network whose blocks cannot run one by one, from a folder; in memory it can be pruned."""
+
+
 class SolverError(LobsError, ValueError):
     """An unknown solver, or one whose needs the problem does not meet."""
 

@@ -215,12 +215,12 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, monkeypatch, refit, sto
     pruned(tmp_path, name="whole", refit=refit)
     write, calls = folder_walk.write_shard, []
 
-    def dying(path, tensors):
+    def dying(path, tensors, masks=None):
         calls.append(path)
         if len(calls) == 3:  # in the middle of the third block's file
             (path.parent / f".{path.name}.half").write_bytes(b"half")
             raise Killed
-        write(path, tensors)
+        write(path, tensors, masks)
 
     how = {"refit": refit}
     if store:

@@ -22,6 +22,7 @@ from lobs.calibration.forward import (
     fitted,
     length,
     main_output,
+    unpadded,
 )
 from lobs.calibration.moments import Moments
 from lobs.errors import CalibrationError
@@ -267,10 +268,11 @@ def _count(layer: Layer, moments: dict[str, Moments], counts_only: bool, x: Tens
     """Add one call's input to the moments of its layer."""
     if layer.name not in moments:
         moments[layer.name] = Moments.of(layer, x.device, counts_only=counts_only)
+    x = unpadded(layer, x.detach())
     if counts_only:
-        moments[layer.name].note(x.detach(), layer.vectors(x))
+        moments[layer.name].note(x, layer.vectors(x))
         return
-    for piece in layer.patches(x.detach()):
+    for piece in layer.patches(x):
         moments[layer.name].add(piece)
 
 

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
+from lobs.calibration.forward import (
+    batch_size,
+    call,
+    evaluating,
+    length,
+    main_output,
+    masks_of,
+    padded,
+    without_padding,
+)
 from lobs.layers import Layer, watching
 from lobs.solvers import linalg
 
@@ -78,8 +87,9 @@ class Comparison:
     def add(self, batch: Any) -> None:
         """Run both networks on a batch and add their distance."""
         self._outputs.clear()
-        first = _run(self.dense, batch, [(before, self._note) for before, _ in self.pairs])
-        second = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
+        with padded(masks_of(batch)):
+            first = _run(self.dense, batch, [(before, self._note) for before, _ in self.pairs])
+            second = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
         for name, left in self._outputs.items():
             self._sums[name][2] += math.inf if left else 0
         self.add_outputs(first, second, batch_size(batch))
@@ -128,9 +138,10 @@ class Comparison:
 
     def _note(self, name: str, z: Tensor) -> None:
         # A copy: the next step may overwrite the layer's output in place.
-        self._outputs.setdefault(name, []).append(z.detach().clone())
+        self._outputs.setdefault(name, []).append(without_padding(z.detach()).clone())
 
     def _compare(self, name: str, z_hat: Tensor) -> None:
+        z_hat = without_padding(z_hat)
         stored, sums = self._outputs.get(name), self._sums[name]
         z = stored.pop(0) if stored else None
         if z is None or z.shape != z_hat.shape:  # other samples reached it: nothing to compare
@@ -192,4 +203,5 @@ def _run(
     model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]
 ) -> Tensor | None:
     with watching(layer.on_output(partial(callback, layer.name)) for layer, callback in watched):
-        return main_output(call(model, batch))
+        out = main_output(call(model, batch))
+        return None if out is None else without_padding(out)

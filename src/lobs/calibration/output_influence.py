@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.calibration.batches import user_code
-from lobs.calibration.forward import batch_size, call, evaluating, length, main_output
+from lobs.calibration.forward import (
+    batch_size,
+    call,
+    evaluating,
+    length,
+    main_output,
+    masks_of,
+    positions,
+)
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 
@@ -102,6 +110,9 @@ def _backwards(
     if not out.requires_grad:  # no layer influences the output
         return []
     signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
+    real = positions(out, masks_of(batch))
+    if real is not None:
+        signs[~real] = 0  # padded positions are no output
     with user_code(
         "going back through the network, as a budget for all of it needs (scope='layer' does not),"
     ):

@@ -12,6 +12,7 @@ import typer
 from lobs import __version__
 from lobs.cli import (
     bench,
+    compare,
     data,
     demo,
     eval_,
@@ -51,6 +52,7 @@ _COMMANDS: tuple[tuple[str, str, Any], ...] = (
     ("sweep", _PRUNING, sweep.sweep),
     ("inspect", _CHECKING, inspect_.inspect),
     ("eval", _CHECKING, eval_.evaluate),
+    ("compare", _CHECKING, compare.compare),
     ("verify", _CHECKING, verify.verify),
     ("report", _CHECKING, report_.report),
     ("retrain", _TRAINING, retrain.retrain),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KeepOption = Annotated[
     str | None,
     typer.Option(
-        help="Weights to keep: 10%, 0.1, or 'fc1=5%,conv*=20%' by layer.",
+        help="Weights to keep: 10%, 0.1, or 'fc1=5%,conv*=20%'.",
         metavar="FRACTION",
         rich_help_panel=TARGET,
     ),
@@ -39,7 +39,7 @@ FlopsOption = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Operations that one input may cost in the pruned layers.",
+        help="Operations of one input in the pruned layers.",
         metavar="N",
         rich_help_panel=TARGET,
     ),
@@ -49,7 +49,7 @@ BytesOption = Annotated[
     typer.Option(
         "--bytes",
         min=0,
-        help="Bytes of the network: kept weights, a bit mask, the rest dense.",
+        help="Bytes: kept weights, a bit mask, the rest dense.",
         metavar="N",
         rich_help_panel=TARGET,
     ),
@@ -74,7 +74,7 @@ RelativeOption = Annotated[
     bool,
     typer.Option(
         "--relative",
-        help="--epsilon is relative to the norm of the layer's output.",
+        help="--epsilon is relative to the layer's output.",
         rich_help_panel=TARGET,
     ),
 ]

@@ -47,8 +47,9 @@ def complete_solver(incomplete: str) -> list[str]:
 SubjectArgument = Annotated[
     str,
     typer.Argument(
-        help="A zoo network (lenet300, lenet5, …), a file written by lobs, or your own "
-        "package.module:function that returns (model, batches) or (model, batches, evaluate).",
+        help="A zoo network (lenet300, …), a file of lobs, a folder of transformers or timm "
+        "with --data, or your own package.module:function that returns (model, batches) or "
+        "(model, batches, evaluate).",
         metavar="NETWORK",
         autocompletion=complete_network,
     ),
@@ -77,7 +78,7 @@ SamplesOption = Annotated[
 LayersOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="Prune only these layers; a name or glob. Repeatable.",
+        help="Only these layers, by name or glob. Repeatable.",
         metavar="NAME",
         rich_help_panel=DATA,
     ),

@@ -25,6 +25,15 @@ from lobs.cli.budgets import (
     scored,
 )
 from lobs.cli.files import default_name, distinct, file_of, output_file, outside
+from lobs.cli.folders import (
+    DataOption,
+    FieldOption,
+    LengthOption,
+    SeedOption,
+    WeightsOption,
+    is_folder,
+    refuse_data,
+)
 from lobs.cli.options import (
     EXPERT,
     MACHINE,
@@ -94,7 +103,7 @@ DampingOption = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="λ added to every input moment; chosen per layer if not given.",
+        help="λ added to every moment; chosen if not given.",
         metavar="λ",
         rich_help_panel=EXPERT,
     ),
@@ -167,6 +176,11 @@ def prune(
     along: AlongOption = None,
     block: BlockOption = None,
     structured: StructuredOption = None,
+    data: DataOption = None,
+    field: FieldOption = None,
+    length: LengthOption = None,
+    seed: SeedOption = 0,
+    weights: WeightsOption = None,
     samples: SamplesOption = None,
     layers: LayersOption = None,
     skip: SkipOption = None,
@@ -197,6 +211,7 @@ def prune(
       lobs prune lenet300 --keep 7%
       lobs prune lenet5 --keep "fc1=5%,conv*=20%" --report report.html
       lobs prune mycode:network --drop 0.5% --out small.safetensors
+      lobs prune path/to/model --keep 50% --data text.txt --out small/
       torchrun --nproc-per-node 4 -m lobs prune mycode:network --keep 10%
     """
     amount = Amount(
@@ -206,6 +221,19 @@ def prune(
     shape = PatternChoice(pattern, along, block, structured)
     amount.check(pattern)
     target = shape.target(amount) or amount.target()
+    if is_folder(network, data):
+        _no_files(report=report, dry_run=dry_run, network=code, trust=trust, metric=metric)
+        _prune_folder(
+            network, data, amount, target, out, shape.words(amount), weights, json,
+            {"field": field, "length": length, "seed": seed, "samples": samples},
+            {
+                "solver": (solver, seconds), "inputs": inputs, "refit": refit, "layers": layers,
+                "skip": skip, "numerics": (damping, batch_norm, prune_bias),
+                "execution": (resume, memory, log),
+            },
+        )  # fmt: skip
+        return
+    refuse_data(data, network)
     places = _places(network, shape.words(amount), out, report, log, resume, force)
     announce(places.out, json or dry_run)
     numbers = {"damping": damping, "batch_norm": batch_norm, "prune_bias": prune_bias}
@@ -243,6 +271,53 @@ def prune(
         say(change(subject.metric, before, after))
     for what, path in written.items():
         say(f"{what}: {path}")
+
+
+def _no_files(**given: Any) -> None:
+    """Refuse options that go with a network of the zoo or of a file only."""
+    named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if named:
+        raise LobsError(f"{named[0]} does not go with a folder: leave it out.")
+
+
+def _prune_folder(
+    network: str,
+    data: Path | None,
+    amount: Amount,
+    target: Target,
+    out: Path | None,
+    words: str,
+    weights: Path | None,
+    json: bool,
+    read: dict[str, Any],
+    how: dict[str, Any],
+) -> None:
+    """Prune a folder of transformers or timm."""
+    from lobs.cli.folders import prune_folder
+
+    if amount.drop is not None:
+        raise LobsError("--drop needs a metric of your own: use --keep with a folder.")
+    with working(json):
+        from lobs.hub.rows import Reading
+        from lobs.pruning.options import Execution, Numerics
+
+        damping, batch_norm, prune_bias = how["numerics"]
+        resume, memory, log = how["execution"]
+        options: dict[str, Any] = {
+            "solver": _solver(*how["solver"]),
+            "numerics": Numerics(damping, batch_norm, prune_bias),
+            "execution": Execution(resume=resume, memory=memory, log=log),
+            "inputs": how["inputs"],
+            "layers": how["layers"],
+            "skip": how["skip"] or (),
+        }
+        if how["refit"] is not None:
+            options["refit"] = how["refit"]
+        reading = Reading(**read)
+    prune_folder(
+        network, data, amount, target, out, reading,
+        words=words, weights=weights, options=options, json=json,
+    )  # fmt: skip
 
 
 def _places(

@@ -140,7 +140,10 @@ def _found(spec: str, samples: int | None, trust: bool, network: str | None) -> 
     if ":" in spec:
         return _from_function(spec, samples)
     if spec and Path(spec).is_dir():
-        raise FileError(f"'{spec}' is a folder: name a safetensors file in it.")
+        raise FileError(
+            f"'{spec}' is a folder: name a safetensors file in it. Folders of transformers or timm "
+            "go to lobs prune, eval, compare and verify."
+        )
     raise FileError(
         f"'{spec}' is neither a zoo network ({', '.join(zoo.ZOO)}), nor a file, nor "
         "package.module:function."

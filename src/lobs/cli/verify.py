@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lobs.cli.folders import is_folder, verify_folder
 from lobs.cli.options import DATA, CodeOption, JsonOption, TrustOption, complete_file
 from lobs.cli.output import print_json, say, working
 from lobs.errors import printable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 FileArgument = Annotated[
     Path,
     typer.Argument(
-        help="A network saved by lobs prune or PruningResult.save.",
+        help="A network or a folder that lobs prune wrote, or PruningResult.save.",
         metavar="FILE",
         autocompletion=complete_file,
     ),
@@ -53,7 +54,11 @@ def verify(
     Examples:
       lobs verify lenet300-keep7.safetensors
       lobs verify pruned.safetensors --weights tuned.safetensors
+      lobs verify small/
     """
+    if is_folder(str(file), None):
+        verify_folder(file, json=json)
+        return
     from lobs.certificate.verify import verify_masks
     from lobs.cli.subject import require_file
     from lobs.storage import checkpoint

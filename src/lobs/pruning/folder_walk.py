@@ -194,15 +194,14 @@ class Walk:
             assert moments is not None
             solved = self._solved(layer, dense[layer.name].matrix(), moments)
             layer.write(solved.solution.weight)
-            if self.asked.refit == "blocks":
-                masks = joined(masks, layer.masks(solved.solution.mask))
+            masks = joined(masks, layer.masks(solved.solution.mask))
             done.append(solved.without_tensors().result(layer, None))
             log_event("layer", layer=layer.name, kept=done[-1].kept, error=done[-1].error)
         refit = self._refitted(block, masks) if inside else None
         if not last:
             block.advance()
         del block, dense
-        write_shard(self.out / self.shards[name], self.blocks.pruned(name))
+        write_shard(self.out / self.shards[name], self.blocks.pruned(name), masks)
         record = {"layers": [asdict(row) for row in done], "refit": refit and asdict(refit)}
         self.store.write(f"block {name}", {}, record)
         log_event("block", block=name)

@@ -200,6 +200,30 @@ def _checked(
     return state
 
 
+def packed_masks(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> str:
+    """Return the masks of some tensors as text for a header; weights that disobey are refused."""
+    own = {name: mask for name, mask in masks.items() if name in tensors}
+    checked = _checked_masks(tensors, own)
+    return json.dumps({name: _pack(tensors[name], mask) for name, mask in checked.items()})
+
+
+def unpacked_masks(tensors: Mapping[str, Tensor], text: str, where: object) -> dict[str, Tensor]:
+    """Return the masks that `packed_masks` wrote.
+
+    Args:
+        tensors: the tensors of the file, by name.
+        text: what the header holds.
+        where: the file, for messages.
+    """
+    try:
+        return {name: _unpack(tensors[name], entry) for name, entry in json.loads(text).items()}
+    except _DAMAGE as error:
+        raise FileError(
+            f"'{where}' is damaged: its masks do not fit ({error}). Copy it again, or write it "
+            "anew."
+        ) from error
+
+
 def _tensors(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict on the CPU. Anything that is not a tensor is refused."""
     if not isinstance(model, nn.Module | Mapping):

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from lobs.errors import FileError
 from lobs.storage.atomic import atomic_write, make_folder
+from lobs.storage.checkpoint import packed_masks, unpacked_masks
 
+MASKS = "lobs.masks"  # the header's entry
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _STORE = ".lobs-run"
 _SAMPLE = 4096  # bytes of every tensor that the fingerprint reads
@@ -126,6 +128,19 @@ class Shards:
                     found[name] = shard.get_tensor(name).clone()
         return found
 
+    @property
+    def files(self) -> list[str]:
+        """The shards, in order."""
+        return sorted({entry.file for entry in self.entries.values()})
+
+    def masks(self, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the tensors of one shard, and the masks that its header holds."""
+        path = self.folder / file
+        with _opened(path) as shard:
+            header = shard.metadata() or {}
+        tensors = self.read(name for name, entry in self.entries.items() if entry.file == file)
+        return tensors, unpacked_masks(tensors, header.get(MASKS, "{}"), path)
+
     @cached_property
     def digest(self) -> str:
         """A SHA-256 of all names, shapes, types and the first bytes of every tensor."""
@@ -138,12 +153,21 @@ class Shards:
         return digest.hexdigest()
 
 
-def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a shard atomically."""
+def write_shard(
+    path: Path, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a shard atomically.
+
+    Args:
+        path: the file.
+        tensors: its tensors, by name.
+        masks: True where a weight is kept, by name. The header holds those of the tensors.
+    """
     with atomic_write(path) as partial:
         plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        header = {"format": "pt"} | ({MASKS: packed_masks(plain, masks)} if masks else {})
         try:
-            save_file(plain, str(partial), metadata={"format": "pt"})
+            save_file(plain, str(partial), metadata=header)
         except safetensors.SafetensorError as error:
             raise FileError(f"cannot write '{path}': {error}.") from error
 

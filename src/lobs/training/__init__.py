@@ -16,6 +16,7 @@ _HOMES = {
     "Stage": "lobs.training.staged",
     "lightning_callback": "lobs.training.callbacks",
     "trainer_callback": "lobs.training.callbacks",
+    "hold_adapters": "lobs.training.lora",
     "merge_lora": "lobs.training.lora",
     "merge_adapters": "lobs.training.lora",
 }
@@ -27,6 +28,7 @@ __all__ = [
     "Stage",
     "apply_masks",
     "distillation",
+    "hold_adapters",
     "lightning_callback",
     "merge_adapters",
     "merge_lora",
@@ -37,7 +39,7 @@ __all__ = [
 if TYPE_CHECKING:
     from lobs.training.callbacks import lightning_callback, trainer_callback
     from lobs.training.hold import Hold, apply_masks
-    from lobs.training.lora import merge_adapters, merge_lora
+    from lobs.training.lora import hold_adapters, merge_adapters, merge_lora
     from lobs.training.objectives import Shuffled, distillation, sgd
     from lobs.training.retrain import Retraining
     from lobs.training.staged import Stage

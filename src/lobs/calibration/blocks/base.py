@@ -16,6 +16,7 @@ from torch import Tensor
 from lobs._system import memory
 from lobs._system.distributed import process_group
 from lobs._system.progress import track
+from lobs.calibration.forward import unpadded
 from lobs.calibration.moments import PairedMoments
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
@@ -71,11 +72,11 @@ class Block(ABC):
         for number, (dense, pruned) in enumerate(self.both(), start=first):
             if self.holds_out and whole and held_out_whole(number, total) is not held_out:
                 continue
-            found = (
-                inputs_of([a for a, _ in layers], self.calls, dense),
-                inputs_of([b for _, b in layers], self.calls, pruned),
+            part = None if whole else held_out
+            yield (
+                inputs_of([a for a, _ in layers], self.calls, dense, part),
+                inputs_of([b for _, b in layers], self.calls, pruned, part),
             )
-            yield found if whole else (_cut(found[0], held_out), _cut(found[1], held_out))
 
     def advance(self) -> None:  # noqa: B027 - a block that keeps no state has nothing to do
         """Leave this block behind, now that its layers are pruned."""
@@ -129,35 +130,34 @@ def held_out_whole(number: int, total: int) -> bool:
     return number % every == every - 1
 
 
-def _cut(inputs: Inputs, held_out: bool) -> Inputs:
-    """Return the last eighth of every input's rows, or the others."""
-
-    def part(x: Tensor) -> Tensor:
-        edge = len(x) - len(x) // KEPT_BACK
-        return x[edge:] if held_out else x[:edge]
-
-    return {name: [part(x) for x in some] for name, some in inputs.items()}
+def _part(x: Tensor, held_out: bool | None) -> slice | None:
+    """Return the last eighth of an input's rows, or the others; None stands for all."""
+    edge = len(x) - len(x) // KEPT_BACK
+    return None if held_out is None else slice(edge, None) if held_out else slice(edge)
 
 
-def inputs_of(layers: Sequence[Layer], calls: Mapping[str, int], run: Run) -> Inputs:
+def inputs_of(
+    layers: Sequence[Layer], calls: Mapping[str, int], run: Run, held_out: bool | None = None
+) -> Inputs:
     """Return the inputs of each layer in one run; the run stops after the last expected call.
 
     Args:
         layers: the layers.
         calls: how often each runs, where not once.
         run: runs the network, or the part that holds the layers.
+        held_out: take the last eighth of every input's rows, or the others; by default all.
     """
     found: dict[str, list[Tensor]] = {layer.name: [] for layer in layers}
 
-    def note(name: str) -> Callable[[Tensor], None]:
+    def note(layer: Layer) -> Callable[[Tensor], None]:
         def callback(x: Tensor) -> None:
-            found[name].append(x.detach())
+            found[layer.name].append(unpadded(layer, x.detach(), _part(x, held_out)))
             if all(len(found[n]) >= calls.get(n, 1) for n in found):
                 raise StopRun
 
         return callback
 
-    with watching(layer.on_input(note(layer.name)) for layer in layers), suppress(StopRun):
+    with watching(layer.on_input(note(layer)) for layer in layers), suppress(StopRun):
         run()
     return found
 

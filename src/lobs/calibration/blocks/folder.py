@@ -25,9 +25,12 @@ from lobs.calibration.blocks.repeated import Repeated, Streams
 from lobs.calibration.blocks.rows import Row, captured
 from lobs.calibration.blocks.skeleton import Skeleton, same_form
 from lobs.calibration.forward import call
-from lobs.errors import CalibrationError
+from lobs.errors import BlocksError, CalibrationError
 from lobs.storage.shards import Shards
 
+# Bytes of activations in memory: at least these, or a quarter of the network. Who prunes from a
+# folder wants to use less memory than the network takes; the rest goes to temporary files.
+_LEAST_HELD = 2**28
 _CHANGE = 1.01  # factor on every block's output, to see which arguments follow the activations
 _REMEDY = "so blocks cannot run one by one. Use lobs.prune with the network in memory."
 
@@ -73,7 +76,7 @@ class FolderBlocks:
         with memory.most_resident() as most, user_code(f"running block '{first}'"):
             out = others[first].run(block, x)
         if flowing(out) is None:
-            raise CalibrationError(
+            raise BlocksError(
                 f"block '{first}' returned {type(out).__name__}, not a tensor or a tuple that "
                 f"begins with one, {_REMEDY}"
             )
@@ -89,7 +92,10 @@ class FolderBlocks:
             reserved: bytes of a memory limit that the work on a block will need.
         """
         model, limit = self.skeleton.model, memory.limit()
-        self.streams = FolderStreams((model, model), self.batches, self.row, self.hold_out)
+        size = sum(entry.bytes for entry in self.skeleton.shards.entries.values())
+        self.streams = FolderStreams(
+            (model, model), self.batches, self.row, self.hold_out, max(_LEAST_HELD, size // 4)
+        )
         left = None if limit is None else max(0, limit - reserved)
         if self.hold_out:  # the first block tells whether a batch can be cut
             first = self.skeleton.filled(self.row.blocks[0])
@@ -144,7 +150,7 @@ class FolderBlocks:
         """Return a block's input as its output."""
         x, _ = Arguments.of(args, kwargs)
         if x is None:
-            raise CalibrationError(f"block '{name}' is not called with a tensor first, {_REMEDY}")
+            raise BlocksError(f"block '{name}' is not called with a tensor first, {_REMEDY}")
         return self._form(x)
 
     def _calls(self, batch: Any, change: float) -> list[tuple[str, bool, Arguments]]:
@@ -155,9 +161,7 @@ class FolderBlocks:
         def forward(name: str, *args: Any, **kwargs: Any) -> Any:
             x, others = Arguments.of(args, kwargs)
             if x is None:
-                raise CalibrationError(
-                    f"block '{name}' is not called with a tensor first, {_REMEDY}"
-                )
+                raise BlocksError(f"block '{name}' is not called with a tensor first, {_REMEDY}")
             calls.append((name, not calls or x is given[-1], others))
             given[:] = [x * change]
             return self._form(given[-1])
@@ -183,16 +187,16 @@ class FolderBlocks:
         order = [name for name, _, _ in plain]
         odd = next((b for b in self.skeleton.blocks if order.count(b) != 1), None)
         if odd is not None:
-            raise CalibrationError(f"block '{odd}' runs {order.count(odd)} times, {_REMEDY}")
+            raise BlocksError(f"block '{odd}' runs {order.count(odd)} times, {_REMEDY}")
         for (before, _, _), (after, follows, _) in pairwise(plain):
             if not follows:
-                raise CalibrationError(
+                raise BlocksError(
                     f"block '{after}' does not get what block '{before}' returned, {_REMEDY}"
                 )
         uniform = all(plain[0][2].same(others) for _, _, others in plain)
         for (name, _, a), (_, _, b) in zip(plain, moved, strict=False):
             if not uniform and not a.same(b, torch.equal):
-                raise CalibrationError(
+                raise BlocksError(
                     f"arguments of block '{name}' follow the activations before it, {_REMEDY}"
                 )
         return Row(order, uniform)

@@ -25,6 +25,7 @@ from lobs._system.noise import seed_of
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.arguments import Arguments, flowing, shapes
 from lobs.calibration.blocks.base import (
+    IN_MEMORY,
     KEPT_BACK,
     Block,
     Inputs,
@@ -40,21 +41,22 @@ from lobs.calibration.blocks.base import (
 )
 from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.rows import Row, candidates, captured, look
-from lobs.calibration.forward import length
-from lobs.layers import watching
+from lobs.calibration.forward import Masks, length, masks_of, padded, rows_of_masks, unpadded
+from lobs.layers import Layer, watching
 
 
 @dataclass
 class Sample:
     """A batch, or part of one, at a block: its input when pruned and the dense block's output.
 
-    `held_out` says that no layer was solved on it.
+    `held_out` says that no layer was solved on it. `masks` are True where a position is no padding.
     """
 
     inputs: Tensor | memory.Shelved
     arguments: Arguments
     wanted: Tensor | memory.Shelved
     held_out: bool
+    masks: Masks = ()
     seed: int = 0  # of the random numbers that the dense block drew
 
     @property
@@ -108,6 +110,7 @@ class Repeated(Block):
                 arguments[index][self.name],
                 wanted,
                 self.row.held_out[index],
+                self.row.masks[index],
                 seed_of(self.name, index),
             )
             for index, (wanted, x) in enumerate(zip(*self.row.values, strict=True))
@@ -131,14 +134,16 @@ class Repeated(Block):
         found: Inputs = {}
         last: tuple[Any, ...] = (None, 0, None)  # layers with one input share what is kept of it
 
-        def note(name: str, x: Tensor) -> None:
+        def note(layer: Layer, x: Tensor) -> None:
             nonlocal last
             if x is not last[0] or version(x) != last[1]:
                 # A copy: the block may work in place.
-                last = x, version(x), self.row.keep(x.detach().clone(), shelf)
-            found.setdefault(name, []).append(last[2])
+                real = unpadded(layer, x.detach())
+                copied = real.clone() if real.shape == x.shape else real
+                last = x, version(x), self.row.keep(copied, shelf)
+            found.setdefault(layer.name, []).append(last[2])
 
-        with watching(layer.on_input(partial(note, layer.name)) for layer, _ in self.layers):
+        with watching(layer.on_input(partial(note, layer)) for layer, _ in self.layers):
             for index in range(len(self.row.held_out)):
                 self.row.step(0, self.name, index, shelf)
                 self._seen.append(found)
@@ -153,9 +158,11 @@ class Streams:
     batches: Iterable[Any]
     row: Row
     hold_out: bool = False
+    most: int = IN_MEMORY  # bytes of activations that stay in memory
     values: list[list[Any]] = field(default_factory=lambda: [[], []])
     arguments: list[list[dict[str, Arguments]]] = field(default_factory=lambda: [[], []])
     held_out: list[bool] = field(default_factory=list)
+    masks: list[Masks] = field(default_factory=list)  # of padding
     started: bool = False
 
     def start(self) -> None:
@@ -163,7 +170,8 @@ class Streams:
         if self.started:
             return
         self.started = True
-        self.allowed, self.held, shelf = allowed_in_memory(), 0, memory.Shelf()
+        self.allowed = min(self.most, allowed_in_memory())
+        self.held, shelf = 0, memory.Shelf()
         counts = process_group().all_gather(length(self.batches) or 0)
         total, first = sum(counts), sum(counts[: process_group().rank])
         for number, batch in enumerate(self.batches, start=first):
@@ -178,6 +186,7 @@ class Streams:
                         if len(parts) > 1
                         else others
                     )
+            self.masks += [rows_of_masks(masks_of(batch), part) for part in parts]
             alone = self.hold_out and held_out_whole(number, total)
             self.held_out += [False, True] if len(parts) > 1 else [alone]
 
@@ -213,7 +222,7 @@ class Streams:
         # A block may work in place, and its input is needed again.
         x = loaded(self.values[side][index])
         x = x.clone() if x is self.values[side][index] else x
-        with user_code(f"running block '{name}'"):
+        with user_code(f"running block '{name}'"), padded(self.masks[index]):
             seed = seed_of(name, index)
             return self.arguments[side][index][name].run(self.module(side, name), x, seed)
 

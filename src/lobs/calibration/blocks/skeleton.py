@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.base import StopRun
 from lobs.calibration.blocks.rows import has_layers
-from lobs.errors import LobsError, UnsupportedLayerError
+from lobs.errors import BlocksError, LobsError
 from lobs.layers import Layer, find_layers, watching
 from lobs.layers.hooks import before_forward
 from lobs.storage.shards import Shards
@@ -218,7 +218,7 @@ def _row(model: nn.Module) -> list[str]:
             row = [prefix + key for key, part in module.named_children() if has_layers(part)]
             rows += [row] if len(row) > 1 else []
     if not rows:
-        raise UnsupportedLayerError(
+        raise BlocksError(
             "the model has no torch.nn.ModuleList or Sequential of blocks with two layers or more. "
             "Use lobs.prune with the network in memory."
         )
@@ -237,7 +237,7 @@ def _check_owned(model: nn.Module, blocks: Sequence[str]) -> None:
     for names in users.values():
         inside = any(name.startswith(f"{block}.") for name in names for block in blocks)
         if len(names) > 1 and inside:
-            raise UnsupportedLayerError(
+            raise BlocksError(
                 f"'{names[0]}' and '{names[1]}' share one parameter, but a block must own its "
                 "weights. Untie them, or use lobs.prune with the network in memory."
             )

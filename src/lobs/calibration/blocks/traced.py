@@ -27,6 +27,7 @@ from lobs.calibration.blocks.base import (
     spilled,
     version,
 )
+from lobs.calibration.forward import Masks, masks_of, padded
 from lobs.layers.graph import TraceError, argument_names, arguments, device_of, trace
 
 
@@ -44,12 +45,14 @@ class _Steps:
         }
         self.allowed = allowed_in_memory()
         self.held, self.shelf = 0, memory.Shelf()
+        self.masks: list[Masks] = []  # of padding, by batch
         self.values = [self._start(batch) for batch in batches]
         self.done = 0
 
     def _start(self, batch: Any) -> list[dict[fx.Node, Any]]:
         # One copy per side: a first step that works in place must not change the other side.
         sides = [arguments(self.graph, batch, self.device) for _ in self.sides]
+        self.masks.append(masks_of(batch))
         if self.held + sum(map(_held, sides)) > self.allowed:
             sides = [{n: spilled(v, self.shelf) for n, v in values.items()} for values in sides]
         self.held += sum(map(_held, sides))
@@ -105,11 +108,15 @@ class Step(Block):
         """See `Block`."""
         self.steps.advance(self.number)
         node = self.steps.nodes[self.number]
-        for dense, pruned in self.steps.values:
+        for masks, (dense, pruned) in zip(self.steps.masks, self.steps.values, strict=True):
             yield (
-                partial(self.steps.value, 0, dense, node),
-                partial(self.steps.value, 1, pruned, node),
+                partial(self._run, masks, 0, dense, node),
+                partial(self._run, masks, 1, pruned, node),
             )
+
+    def _run(self, masks: Masks, side: int, values: dict[fx.Node, Any], node: fx.Node) -> Any:
+        with padded(masks):
+            return self.steps.value(side, values, node)
 
 
 _FIRST_ONLY: tuple[frozenset[str] | None, ...] = (None,)

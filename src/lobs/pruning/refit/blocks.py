@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs.calibration.blocks import Repeated, Sample, flowing, loaded
+from lobs.calibration.forward import positions
 from lobs.layers import Layer
 from lobs.pruning.refit.descent import (
     Free,
@@ -154,8 +155,8 @@ class _BlockDistance:
         group = process_group()
         total, size, self.held_energy = group.sum_numbers(
             float(sum(counts) - sum(sample.inputs.shape[0] for sample in held)),
-            float(sum(math.prod(sample.wanted.shape) for sample in held)),
-            sum(_energy(loaded(sample.wanted)) for sample in held),
+            float(sum(map(_numbers, held))),
+            sum(_energy(loaded(x.wanted), positions(x.wanted, x.masks)) for x in held),
         )
         # Adam's steps do not depend on the loss's scale, as long as float32 holds the gradients.
         self._scale = size / max(self.held_energy, 1e-30)
@@ -174,9 +175,9 @@ class _BlockDistance:
 
     def probe(self, work: nn.Module, piece: Piece, generator: torch.Generator) -> Tensor:
         """See `Objective`."""
-        out, goal = self._outputs(work, piece)
+        out, goal, mask = self._outputs(work, piece)
         signs = random_signs(goal, generator)
-        return math.sqrt(self._scale) * (_by_size(signs, goal) * out).sum()
+        return math.sqrt(self._scale) * (_by_size(signs, goal, mask) * out).sum()
 
     @torch.no_grad()
     def distance(self, work: nn.Module) -> float:
@@ -186,19 +187,20 @@ class _BlockDistance:
         return far / self.held_energy if self.held_energy else 0.0
 
     def _squared(self, work: nn.Module, piece: Piece) -> Tensor:
-        out, goal = self._outputs(work, piece)
-        far: Tensor = _by_size(out - goal, goal).square().sum()
+        out, goal, mask = self._outputs(work, piece)
+        far: Tensor = _by_size(out - goal, goal, mask).square().sum()
         return far
 
-    def _outputs(self, work: nn.Module, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Return the block's output on a piece, and the dense block's."""
+    def _outputs(self, work: nn.Module, piece: Piece) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the block's output on a piece, the dense block's, and the mask of padding."""
         sample = self.samples[piece.sample]
         rows = slice(piece.rows.start, piece.rows.stop)
         x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
         arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
         out = flowing(arguments.run(work, x.to(torch.float32, copy=True), sample.seed))
         assert out is not None
-        return out, goal
+        mask = positions(sample.wanted, sample.masks)
+        return out, goal, None if mask is None else mask[rows].to(goal.device)
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
         """Return whether rows are independent in one sample of every form."""
@@ -206,22 +208,39 @@ class _BlockDistance:
         return all(separable(partial(self._squared, work), piece) for piece in forms.values())
 
 
-def _by_size(far: Tensor, wanted: Tensor) -> Tensor:
+def _by_size(far: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
     """Divide deviations in sequences by the size of each position's features.
 
     Norms stand between the blocks of a transformer, so a deviation counts by its share of the
     position. Single tokens can be a thousand times larger than all others.
+
+    Args:
+        far: the deviations.
+        wanted: the dense block's output.
+        mask: True where a position is no padding; deviations are zero elsewhere.
     """
+    if mask is not None:
+        far = far.masked_fill(~mask.view(*mask.shape, *[1] * (far.dim() - 2)), 0)
     if wanted.dim() != 3:
         return far
     each = wanted.square().mean(dim=-1, keepdim=True)
-    least = _LEAST_ENERGY * each.median(dim=1, keepdim=True).values + 1e-30
-    return far / each.maximum(least).sqrt()
+    if mask is None:
+        typical = each.median(dim=1, keepdim=True).values
+    else:
+        real = each.masked_fill(~mask.unsqueeze(-1), torch.nan)
+        typical = real.nanmedian(dim=1, keepdim=True).values.nan_to_num()
+    return far / each.maximum(_LEAST_ENERGY * typical + 1e-30).sqrt()
 
 
-def _energy(wanted: Tensor) -> float:
+def _energy(wanted: Tensor, mask: Tensor | None = None) -> float:
     wanted = wanted.to(torch.float32)
-    return linalg.energy(_by_size(wanted, wanted))
+    return linalg.energy(_by_size(wanted, wanted, mask))
+
+
+def _numbers(sample: Sample) -> int:
+    """Return how many numbers the dense block's output has, without padded positions."""
+    mask, shape = positions(sample.wanted, sample.masks), sample.wanted.shape
+    return math.prod(shape) if mask is None else int(mask.sum()) * math.prod(shape[2:])
 
 
 def _enough_rows(samples: Sequence[Sample], free: Free) -> float:

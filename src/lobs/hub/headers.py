@@ -1,0 +1,77 @@
+"""Put masks into the headers of a folder that transformers has written."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lobs.errors import FileError
+from lobs.hub.source import Source
+from lobs.storage.shards import Shards, write_shard
+
+
+def mask_headers(
+    source: Source, model: nn.Module, folder: Path, masks: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Write every shard anew, with the masks of its tensors in the header.
+
+    Return a tensor's name in the files → its name in the network, where they differ.
+
+    Args:
+        source: what wrote the folder.
+        model: the network.
+        folder: the folder.
+        masks: True where a weight is kept, by parameter name.
+    """
+    shards = Shards(folder)
+    known = all(
+        name in shards and shards.entries[name].shape == tuple(mask.shape)
+        for name, mask in masks.items()
+    )
+    stored, names = (dict(masks), {}) if known else _stored(source, model, masks)
+    for file in shards.files:
+        inside = [name for name, entry in shards.entries.items() if entry.file == file]
+        write_shard(folder / file, shards.read(inside), stored)
+    return names
+
+
+def _stored(
+    source: Source, model: nn.Module, masks: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the masks as tensors are stored, and the tensors' names in the network.
+
+    transformers stores some networks under other names, or joins and splits tensors. So numbers
+    that encode the tensor and the mask go through the same conversion.
+    """
+    known = list(model.state_dict())
+    coded = {}
+    for number, (name, tensor) in enumerate(model.state_dict().items()):
+        mask = masks.get(name)
+        keep = torch.ones(tensor.shape) if mask is None else mask.to("cpu", torch.float32)
+        coded[name] = keep + 2 * number
+    found, names = {}, {}
+    with tempfile.TemporaryDirectory(prefix="lobs-names-") as folder:
+        source.save(model, Path(folder), coded)
+        shards = Shards(folder)
+        for name in shards.entries:
+            code = shards.read([name])[name]
+            owners = code.div(2, rounding_mode="floor")
+            if not len(owners.flatten()) or not any(
+                known[int(i)] in masks for i in _distinct(owners)
+            ):
+                continue
+            found[name] = (code - 2 * owners) == 1
+            owner = known[int(owners.flatten()[0])]
+            if len(_distinct(owners)) == 1 and masks[owner].shape == code.shape:
+                names[name] = owner
+    if not found:
+        raise FileError(f"'{source.folder}': transformers stored no pruned tensor.")
+    return found, names
+
+
+def _distinct(values: Tensor) -> list[float]:
+    return sorted(set(values.flatten().tolist()))
