@@ -17,7 +17,7 @@ from lobs.calibration.layer_problem import layer_problem
 from lobs.layers import find_layers
 from lobs.pruning.sweep import SweepPoint, inflection
 from lobs.solvers import GreedyOBS, scores
-from lobs.solvers.masks import removal_order
+from lobs.solvers.solution import removal_order
 
 METHODS = {
     "Random": "random",

@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from lobs.calibration.forward import call
 from lobs.errors import TrainingError
 from lobs.layers import Layer, find_layers
-from lobs.solvers.masks import joined
+from lobs.solvers.solution import joined
 from lobs.training.objectives import Loss, MakeOptimizer, sgd
 
 

@@ -57,12 +57,12 @@ _HOMES = {
     "certify": "lobs.certificate.certify",
     "LobsError": "lobs.errors",
     "NumericalWarning": "lobs.errors",
+    "hub": "lobs.zoo.hub",
 }
 _PACKAGES = (
     "calibration",
     "certificate",
     "deploy",
-    "hub",
     "layers",
     "pruning",
     "report",

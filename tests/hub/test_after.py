@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lobs
-from lobs.hub import Reading
+from lobs.zoo.hub import Reading
 from tests.hub.networks import data_for, sentences, written
 
 transformers = pytest.importorskip("transformers")
@@ -40,8 +40,8 @@ def zeros_hold(model, masks):
 def test_perplexity_is_that_of_the_definition(folders):
     big, _, text = folders
     found = lobs.hub.evaluate(big, text, reading=Reading(length=16))
-    from lobs.hub.rows import prepare
-    from lobs.hub.source import open_source
+    from lobs.zoo.hub.rows import prepare
+    from lobs.zoo.hub.source import open_source
 
     rows = prepare(open_source(big), text, Reading(length=16), judge=True).held_out
     ids = torch.cat([batch["input_ids"] for batch in rows])
@@ -56,8 +56,8 @@ def test_a_comparison_is_that_of_the_definition(folders):
     assert same["agreement"] == 1 and same["kl"] == pytest.approx(0, abs=1e-9)
     assert all(row["dense"] == row["small"] for row in same["generations"])
     found = lobs.hub.compare(small, big, text, reading=FEW)
-    from lobs.hub.rows import prepare
-    from lobs.hub.source import open_source
+    from lobs.zoo.hub.rows import prepare
+    from lobs.zoo.hub.source import open_source
 
     rows = prepare(open_source(big), text, FEW, judge=True).held_out
     ids = torch.cat([batch["input_ids"] for batch in rows])
@@ -85,8 +85,8 @@ def test_encoders_are_judged_by_their_cosine_and_classifiers_by_accuracy(tmp_pat
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     found = lobs.hub.evaluate(other, tmp_path / "x.jsonl")
     model = transformers.RobertaForSequenceClassification.from_pretrained(other).eval()
-    from lobs.hub.source import open_source
-    from lobs.hub.tokens import tokenizer_of
+    from lobs.zoo.hub.source import open_source
+    from lobs.zoo.hub.tokens import tokenizer_of
 
     tokenizer = tokenizer_of(open_source(other))
     right = 0

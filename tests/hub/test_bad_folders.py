@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lobs
-from lobs.hub import Reading
+from lobs.zoo.hub import Reading
 from tests.hub.networks import sentences, written
 
 transformers = pytest.importorskip("transformers")

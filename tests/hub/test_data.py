@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lobs import LobsError
-from lobs.hub.content import read_content
-from lobs.hub.images import prepared
-from lobs.hub.rows import Reading, prepare
+from lobs.zoo.hub.content import read_content
+from lobs.zoo.hub.images import prepared
+from lobs.zoo.hub.rows import Reading, prepare
 from tests.hub.networks import sentences, written
 
 pytest.importorskip("transformers")
-from lobs.hub.source import open_source
+from lobs.zoo.hub.source import open_source
 
 
 @pytest.fixture(scope="module")

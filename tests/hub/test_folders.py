@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lobs
-from lobs.hub import Reading
 from lobs.storage.shards import Shards
+from lobs.zoo.hub import Reading
 from tests.hub.networks import (
     IN_THE_DEFAULT_SUITE,
     NETWORKS,
@@ -134,8 +134,8 @@ def test_both_ways_give_the_same_bits(tmp_path):
     names = [layer.name for layer in first.layers]
     model = transformers.LlamaForCausalLM.from_pretrained(big).eval()
     model.config.use_cache = False
-    from lobs.hub.rows import prepare
-    from lobs.hub.source import open_source
+    from lobs.zoo.hub.rows import prepare
+    from lobs.zoo.hub.source import open_source
 
     batches = prepare(open_source(big), sentences(), FEW).calibrate
     second = lobs.prune(

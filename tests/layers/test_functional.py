@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lobs
-from lobs.calibration.learning import learn
+from lobs.calibration.forward import learn
 from lobs.errors import NumericalWarning
 from lobs.layers import find_layers
 from lobs.layers.discovery import open_questions

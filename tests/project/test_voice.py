@@ -34,7 +34,7 @@ PRIVATE = {
     "missed": "residual",
     "outlook": "budget preview",
     "said": "logged",
-    "identified": "finished",
+    "settled": "finished",
     "tell": "broadcast",
     "told": "logged",
 }

@@ -345,6 +345,24 @@ def test_a_resumed_search_for_a_drop_refuses_another_score(tmp_path):
         return lobs.prune(network_of(0), DATA, target, execution=execution, progress=False)
 
     assert search(1.0).kept == search(1.0).kept
+    with pytest.raises(LobsError, match=r"belongs to another run: target was Budget\(drop=0.5"):
+        search(2.0)
+
+
+def test_a_resumed_search_for_a_drop_refuses_a_score_that_has_changed(tmp_path):
+    """A score may read what no fingerprint covers, such as a file."""
+    said = tmp_path / "score"
+
+    def score(_):
+        return float(said.read_text())
+
+    def search(value):
+        said.write_text(str(value))
+        target = lobs.Budget(drop=0.5, evaluate=score)
+        execution = lobs.Execution(resume=tmp_path / "run")
+        return lobs.prune(network_of(0), DATA, target, execution=execution, progress=False)
+
+    assert search(1.0).kept == search(1.0).kept
     with pytest.raises(LobsError, match="gives the dense network 2, but gave 1 when the run began"):
         search(2.0)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lobs.errors import TargetError
-from lobs.solvers.masks import joined, mask_from_order, removal_order
+from lobs.solvers.solution import joined, mask_from_order, removal_order
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0, float("inf")]), min_size=1, max_size=40), st.data())

@@ -15,15 +15,16 @@ def lazy_names(
 
     Args:
         package: the package's full name.
-        homes: public name → the module that defines it. A name that equals its module's full name
-            is a subpackage.
+        homes: public name → the module that defines it. A module that bears the name, and has
+            nothing of that name in it, is meant itself.
     """
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         module = import_module(homes[name])
-        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
+        itself = homes[name].endswith(f".{name}") and not hasattr(module, name)
+        value = module if itself else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

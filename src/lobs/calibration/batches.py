@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lobs.calibration.reading import Signature, as_arguments, warn_of_dropped
 from lobs.errors import CalibrationError, LobsError
 
 _CASTS = {
@@ -201,3 +202,71 @@ def _runs(run: Callable[[Any], Any], batch: Any) -> bool:
     except Exception:  # user code may raise anything
         return False
     return True
+
+
+def fitting(
+    model: nn.Module,
+    batches: Iterable[Any],
+    run: Callable[[Any], Any],
+    *,
+    again: bool = True,
+    name: str = "batches",
+) -> Batches:
+    """Return batches in the form that the network takes; warn once of what is left out.
+
+    Where the network does not run on the first entry of a list, it is tried on the list itself.
+
+    Args:
+        model: the network.
+        batches: batches as `prune` takes them.
+        run: runs the network on one batch.
+        again: read a generator into memory, because the batches are needed more than once.
+        name: the argument's name, for messages.
+    """
+    if isinstance(batches, _Fitting):
+        return batches
+    return _Fitting(guarded(batches, again=again, name=name), model, run)
+
+
+class _Fitting(Batches):
+    """Convert every batch as it is read; the first one decides how lists are read."""
+
+    def __init__(self, source: Batches, model: nn.Module, run: Callable[[Any], Any]) -> None:
+        super().__init__(source.source, source.name)
+        self._inner, self._model, self._run = source, model, run
+        self._whole: bool | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._inner:
+            yield self._converted(batch)
+
+    @property
+    def steady(self) -> bool:
+        """See `Batches`."""
+        return self._inner.steady
+
+    def _converted(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return batch
+        if self._whole is None:
+            self._whole = self._read_whole(batch)
+            warn_of_dropped(self._model, batch)
+        if self._whole:
+            return Signature(self._model).whole(batch)
+        return as_arguments(self._model, batch)
+
+    def _read_whole(self, batch: Any) -> bool:
+        """Return whether a list of tensors is the network's first argument."""
+        listed = type(batch) is list and batch and all(isinstance(x, Tensor) for x in batch)
+        whole = Signature(self._model).whole(batch) if listed else None
+        if whole is None or self._runs(as_arguments(self._model, batch)):
+            return False
+        return self._runs(whole)
+
+    def _runs(self, batch: Any) -> bool:
+        try:
+            with torch.no_grad():
+                self._run(batch)
+        except Exception:  # user code may raise anything
+            return False
+        return True

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
 from lobs._system.memory import Shelved
-from lobs._system.noise import same_noise, seed_of
-from lobs.calibration.batches import Batches, remedy_for, user_code, written
-from lobs.calibration.reading import advice, as_arguments, fitting
+from lobs.calibration.batches import Batches, fitting, remedy_for, user_code, written
+from lobs.calibration.reading import advice, as_arguments
 from lobs.errors import CalibrationError
 from lobs.layers import Layer
+from lobs.layers.discovery import open_questions
 from lobs.layers.graph import device_of
 from lobs.layers.linear import LinearLayer
-from lobs.layers.untouched import buffers_kept, untouched
+from lobs.layers.untouched import buffers_kept, same_noise, seed_of, untouched
+from lobs.layers.uses import learnt, teach, watched
 
 Masks: TypeAlias = tuple[Tensor, ...]  # of (samples, positions), True where a position is data
 
@@ -43,7 +44,7 @@ def call(model: nn.Module, batch: Any) -> Any:
         raise CalibrationError(
             "a calibration batch is an empty tuple; its first item should be the input."
         )
-    batch = as_arguments(model, batch)
+    batch = batch if isinstance(batch, Tensor) else as_arguments(model, batch)
     if isinstance(batch, Mapping):
         with (
             user_code(
@@ -277,3 +278,23 @@ def without_padding(out: Tensor) -> Tensor:
     """Return an output of (samples, positions, …) without padded positions."""
     mask = positions(out) if out.dim() > 2 else None
     return out if mask is None else out[mask]
+
+
+def learn(model: nn.Module, batches: Iterable[Any], *, always: bool = False) -> None:
+    """Watch one forward pass where the modules' classes leave open how weights are used.
+
+    Args:
+        model: the network.
+        batches: the calibration data, of which the first batch is run.
+        always: watch even where all classes are known.
+    """
+    if learnt(model) is not None or not (always or open_questions(model)):
+        return
+    with process_group().raise_together(), buffers_kept(model), evaluating(model):
+        for batch in batches:
+            with watched(model):
+                call(model, batch)
+            break
+    found = [known for known in process_group().all_gather(learnt(model)) if known is not None]
+    if found:
+        teach(model, found[0])

@@ -6,13 +6,11 @@ Every batch becomes a tensor, or a mapping of the arguments that the network tak
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lobs.calibration.batches import Batches, guarded
 from lobs.errors import caution
 
 _TAKES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -65,73 +63,8 @@ def as_arguments(model: nn.Module, batch: Any) -> Any:
     return batch[0]
 
 
-def fitting(
-    model: nn.Module,
-    batches: Iterable[Any],
-    run: Callable[[Any], Any],
-    *,
-    again: bool = True,
-    name: str = "batches",
-) -> Batches:
-    """Return batches in the form that the network takes; warn once of what is left out.
-
-    Where the network does not run on the first entry of a list, it is tried on the list itself.
-
-    Args:
-        model: the network.
-        batches: batches as `prune` takes them.
-        run: runs the network on one batch.
-        again: read a generator into memory, because the batches are needed more than once.
-        name: the argument's name, for messages.
-    """
-    if isinstance(batches, _Fitting):
-        return batches
-    return _Fitting(guarded(batches, again=again, name=name), model, run)
-
-
-class _Fitting(Batches):
-    """Convert every batch as it is read; the first one decides how lists are read."""
-
-    def __init__(self, source: Batches, model: nn.Module, run: Callable[[Any], Any]) -> None:
-        super().__init__(source.source, source.name)
-        self._inner, self._model, self._run = source, model, run
-        self._whole: bool | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._inner:
-            yield self._converted(batch)
-
-    @property
-    def steady(self) -> bool:
-        """See `Batches`."""
-        return self._inner.steady
-
-    def _converted(self, batch: Any) -> Any:
-        if self._whole is None:
-            self._whole = self._read_whole(batch)
-            _warn_of_dropped(self._model, batch)
-        if self._whole:
-            return Signature(self._model).whole(batch)
-        return as_arguments(self._model, batch)
-
-    def _read_whole(self, batch: Any) -> bool:
-        """Return whether a list of tensors is the network's first argument."""
-        listed = type(batch) is list and batch and all(isinstance(x, Tensor) for x in batch)
-        whole = Signature(self._model).whole(batch) if listed else None
-        if whole is None or self._runs(as_arguments(self._model, batch)):
-            return False
-        return self._runs(whole)
-
-    def _runs(self, batch: Any) -> bool:
-        try:
-            with torch.no_grad():
-                self._run(batch)
-        except Exception:  # user code may raise anything
-            return False
-        return True
-
-
-def _warn_of_dropped(model: nn.Module, batch: Any) -> None:
+def warn_of_dropped(model: nn.Module, batch: Any) -> None:
+    """Warn of the keys of a batch that the network does not take."""
     read = as_arguments(model, batch)
     if isinstance(batch, Mapping) and isinstance(read, Mapping) and read is not batch:
         dropped = [str(key) for key in batch if key not in read]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lobs.calibration.collect import Calibration, collect_moments
 from lobs.calibration.comparison import Comparison, compare, side_by_side
-from lobs.calibration.forward import batch_size, call, fitted, length, main_output
-from lobs.calibration.learning import learn
+from lobs.calibration.forward import batch_size, call, fitted, learn, length, main_output
 from lobs.certificate import bound, lipschitz
 from lobs.certificate.bound import Certificate
 from lobs.certificate.guarantee import Guarantee, Tally

@@ -112,11 +112,6 @@ def _walk(
     traced = trace(model, example)
     if traced.assigns_state:
         raise NotAChainError("the forward pass assigns attributes or buffers")
-    true = main_output(call(model, example))
-    if not (isinstance(true, Tensor) and isinstance(traced.output, Tensor)) or not torch.allclose(
-        true, traced.output, rtol=1e-5, atol=1e-6 * float(true.abs().max()), equal_nan=True
-    ):
-        raise NotAChainError("its steps, run one by one, give another output")
     weights = _weights_of_pruned(model, layers, errors)
     moved: dict[fx.Node, tuple[str, ...]] = {}  # each with the steps whose memory it may share
     for node in traced.graph.nodes:
@@ -142,6 +137,11 @@ def _walk(
         moved[node] = tuple(aliases) if shares else ()
         takes = tuple(n.name for n in _tensors_in(node) if n in moved)
         yield replace(link, key=node.name, takes=takes, overwrites=overwrites)
+    true = main_output(call(model, example))
+    if not (isinstance(true, Tensor) and isinstance(traced.output, Tensor)) or not torch.allclose(
+        true, traced.output, rtol=1e-5, atol=1e-6 * float(true.abs().max()), equal_nan=True
+    ):
+        raise NotAChainError("its steps, run one by one, give another output")
 
 
 def _tensors_in(node: fx.Node) -> list[fx.Node]:

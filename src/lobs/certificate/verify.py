@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from lobs.calibration.batch_norm import borrow_statistics
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.comparison import compare
-from lobs.calibration.forward import fitted
+from lobs.calibration.forward import fitted, learn
 from lobs.calibration.layer_problem import layer_problem
-from lobs.calibration.learning import learn
 from lobs.calibration.moments import Moments
 from lobs.certificate.guarantee import (
     Guarantee,

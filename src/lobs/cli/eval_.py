@@ -36,7 +36,7 @@ def evaluate(
       lobs eval small/ --data test.txt --length 1024
     """
     if is_folder(network, data):
-        from lobs.hub.rows import Reading
+        from lobs.zoo.hub.rows import Reading
 
         reading = Reading(length=length, samples=samples, field=field)
         evaluate_folder(network, data, dense, reading, json=json)

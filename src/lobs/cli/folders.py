@@ -13,8 +13,8 @@ from lobs.errors import LobsError
 
 if TYPE_CHECKING:
     from lobs.cli.budgets import Amount
-    from lobs.hub import Reading
     from lobs.targets import Target
+    from lobs.zoo.hub import Reading
 
 DataOption = Annotated[
     Path | None,

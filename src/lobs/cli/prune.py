@@ -298,8 +298,8 @@ def _prune_folder(
     if amount.drop is not None:
         raise LobsError("--drop needs a metric of your own: use --keep with a folder.")
     with working(json):
-        from lobs.hub.rows import Reading
         from lobs.pruning.options import Execution, Numerics
+        from lobs.zoo.hub.rows import Reading
 
         damping, batch_norm, prune_bias = how["numerics"]
         resume, memory, log = how["execution"]

@@ -11,6 +11,8 @@ from types import NoneType
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lobs.errors import UnsupportedLayerError
 from lobs.layers.attention import attention_layers
@@ -349,3 +351,15 @@ def _known_class(module: nn.Module) -> type:
         or flipped_linear_class(module)
         or type(module)
     )
+
+
+def is_parametrised(module: nn.Module) -> bool:
+    """Return whether a module of a known kind computes its weight anew in every pass."""
+    known = as_layer("", module) is not None or isinstance(module, nn.MultiheadAttention)
+    return known and (parametrize.is_parametrized(module) or bool(old_hooks(module)))
+
+
+def old_hooks(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
+    """Return the hooks by which older versions of torch compute weights."""
+    hooks = module._forward_pre_hooks.values()
+    return [hook for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import parametrize
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lobs.errors import UnsupportedLayerError, caution
-from lobs.layers.discovery import as_layer, choose_layers, named
+from lobs.layers.discovery import choose_layers, is_parametrised, named, old_hooks
 from lobs.layers.untouched import copied
 
 
@@ -28,14 +27,14 @@ def folded(
         layers: names or globs of the layers that are wanted; None for all.
         skip: names or globs of the layers to leave alone.
     """
-    if not any(map(_parametrised, model.modules())):
+    if not any(map(is_parametrised, model.modules())):
         return model
     try:
         wanted = {id(layer.module) for layer in choose_layers(model, layers, skip)}
     except UnsupportedLayerError:  # the names are checked where layers are chosen
         return model
     parts = [(path or "model", m) for path, m in model.named_modules() if id(m) in wanted]
-    names = [path for path, module in parts if _parametrised(module)]
+    names = [path for path, module in parts if is_parametrised(module)]
     if not names:
         return model
     plain = copied(model)
@@ -52,18 +51,6 @@ def folded(
     return plain
 
 
-def _parametrised(module: nn.Module) -> bool:
-    """Return whether a module of a known kind computes its weight anew in every pass."""
-    known = as_layer("", module) is not None or isinstance(module, nn.MultiheadAttention)
-    return known and (parametrize.is_parametrized(module) or bool(_old_hooks(module)))
-
-
-def _old_hooks(module: nn.Module) -> list[WeightNorm | SpectralNorm]:
-    """Return the hooks by which older versions of torch compute weights."""
-    hooks = module._forward_pre_hooks.values()
-    return [hook for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
-
-
 def _fold(module: nn.Module) -> None:
     if parametrize.is_parametrized(module):
         # A copy shares its class with the network, and removing changes the class.
@@ -71,6 +58,6 @@ def _fold(module: nn.Module) -> None:
         module.__class__ = type(own.__name__, own.__bases__, dict(vars(own)))
         for name in list(module.parametrizations):  # type: ignore[arg-type]
             parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-    for hook in _old_hooks(module):
+    for hook in old_hooks(module):
         remove = utils.remove_weight_norm if isinstance(hook, WeightNorm) else None
         (remove or utils.remove_spectral_norm)(module, hook.name)

@@ -1,18 +1,24 @@
-"""Leave a network as it was found: attributes, caches and buffers that a forward pass changed.
+"""Leave a network and the random generators as they were found, and let runs draw alike.
 
 Networks keep tensors between passes, such as attention biases gathered once. Such a tensor may have
 a history, which makes copies and second backward passes fail. After pruning it may be out of date.
+
+Some networks draw noise in eval mode, too. Dense and pruned outputs can be compared only if both
+drew the same. The random state of the caller is restored, so data loaders keep their own.
 """
 
 from __future__ import annotations
 
 import copy
+import random
+import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -137,3 +143,60 @@ def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
     elif isinstance(value, dict | list | tuple | set) and len(value) <= _LARGEST:
         for part in value.values() if isinstance(value, dict) else value:
             yield from _tensors(part, depth + 1) if depth < _DEEPEST else ()
+
+
+_ENOUGH = 1024  # elements of a batch that decide its seed
+
+
+@contextmanager
+def same_noise(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the random generators of torch, numpy and Python; restore them afterwards.
+
+    Args:
+        seed: equal for runs that must draw the same numbers.
+        device: where the network runs.
+    """
+    seed %= 2**32
+    python, arrays = random.getstate(), np.random.get_state()
+    # Not torch.manual_seed: it writes down a traceback for accelerators that are not in use.
+    generators = [torch.default_generator]
+    if device is not None and device.type == "cuda":
+        number = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[number])
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+def seed_of(*parts: Any) -> int:
+    """Return a seed that is equal for equal parts: tensors, strings, numbers, nested ones too."""
+    found = 0
+    for part in parts:
+        if isinstance(part, Tensor):
+            found = zlib.crc32(_bytes(part), found)
+        elif isinstance(part, Mapping):
+            found = seed_of(found, *part.values())
+        elif isinstance(part, tuple | list):
+            found = seed_of(found, *part)
+        elif isinstance(part, str | int | float | bool):
+            found = zlib.crc32(str(part).encode(), found)
+    return found
+
+
+def _bytes(x: Tensor) -> bytes:
+    if x.is_meta or not x.numel() or x.layout != torch.strided:
+        return b""
+    with torch._C._DisableFuncTorch():  # forward derivatives would wrap the results
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
+        some = x.detach().flatten()[:_ENOUGH].cpu().contiguous()
+        return some.view(torch.uint8).numpy().tobytes()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lobs._system.alone import alone
+from lobs._system.context import alone
 from lobs._system.distributed import find_group, process_group, use_group
 from lobs._system.memory import limited
 from lobs._system.progress import shown
@@ -20,12 +20,12 @@ from lobs.calibration.batches import Batches
 from lobs.calibration.forward import fitted
 from lobs.calibration.kept_back import BOTH, CHOICE, KEPT_BACK, divided
 from lobs.errors import LobsError, caution, warning_once
+from lobs.layers.discovery import is_parametrised
 from lobs.layers.folding import folded
 from lobs.layers.hooks import nothing_left
 from lobs.layers.untouched import buffers_kept
-from lobs.pruning.coverage import warn_of
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
-from lobs.pruning.feasibility import empty_target
+from lobs.pruning.feasibility import empty_target, warn_of
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
 from lobs.pruning.options import Options, PruneOptions, check_model, checked
@@ -106,6 +106,8 @@ def _plain(model: nn.Module, options: PruneOptions, inplace: bool) -> nn.Module:
     if not isinstance(inplace, bool):
         raise LobsError(f"inplace is {inplace!r}: True or False.")
     check_model(model)
+    if not any(map(is_parametrised, model.modules())):
+        return model
     dense = folded(model, options.get("layers"), options.get("skip", ()))
     if inplace and dense is not model:
         raise LobsError("parametrised weights cannot be written in place: use inplace=False.")

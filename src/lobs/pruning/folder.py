@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lobs._system.alone import alone
+from lobs._system.context import alone
 from lobs._system.memory import limited, spelled
 from lobs._system.progress import shown
 from lobs._system.run_log import peak_bytes, phase, recorded_run

@@ -27,8 +27,8 @@ from lobs.pruning.refit.blocks import WORK_BYTES, BlockRefit, refit_block
 from lobs.pruning.result import LayerResult
 from lobs.solvers import solve
 from lobs.solvers.checks import check_finite
-from lobs.solvers.masks import joined
 from lobs.solvers.problem import Solver
+from lobs.solvers.solution import joined
 from lobs.storage.run_store import RunStore
 from lobs.storage.shards import Shards, copy_others, write_index, write_shard
 from lobs.targets import Target, for_layer

@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 from torch import nn
 
 from lobs._system import memory as memory_limit
-from lobs.calibration.learning import learn
+from lobs.calibration.forward import learn
 from lobs.errors import LobsError
 from lobs.layers import Layer, find_layers
 from lobs.pruning import feasibility
-from lobs.pruning.coverage import left_dense
+from lobs.pruning.feasibility import left_dense
 from lobs.pruning.refit.joint import WORK, Refit
 from lobs.solvers import Auto, as_solver
 from lobs.solvers.problem import Solver

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lobs.calibration.batch_norm import BatchNormEffect
 from lobs.certificate.bound import Certificate, refuse
 from lobs.errors import FileError
-from lobs.pruning.coverage import Coverage
+from lobs.pruning.feasibility import Coverage
 from lobs.pruning.preview import BudgetPreview
 from lobs.solvers.scores import Histogram
 from lobs.solvers.solution import Solution

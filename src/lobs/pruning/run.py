@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,9 +31,8 @@ from lobs.pruning.refit.whole import refit_outputs
 from lobs.pruning.result import LayerResult
 from lobs.pruning.session import Session
 from lobs.solvers import Auto, ColumnSweep, solve
-from lobs.solvers.masks import joined
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution
+from lobs.solvers.solution import Solution, joined
 from lobs.targets import Sparsity, Target
 
 Plan = Mapping[str, Target | None]
@@ -360,7 +358,7 @@ def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:
         last: no allocation round follows, so a refit is due.
     """
     session.runs += 1
-    run = Run(session, plan, _copied(session.model), session.runs, last)
+    run = Run(session, plan, _copied(session.model, session.layers), session.runs, last)
     run.solve_layers()
     moved = isinstance(run.refit, BlockRefits) and run.refit.steps
     if session.options.numerics.batch_norm and not (run.draft or moved):
@@ -398,13 +396,14 @@ def _refitted(solution: Solution, layer: Layer, measured: LayerDistance | None) 
     return replace(solution, weight=weight, error=error, energy=energy, curve=None)
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    own = set(model.modules())
+def _copied(model: nn.Module, layers: Iterable[Layer]) -> nn.Module:
+    """Return a copy to prune; refuse one whose replaced forward would run pruned layers of ours."""
+    pruned = {layer.owner for layer in layers}
     for name, module in model.named_modules():
         patch = vars(module).get("forward")
         cells = getattr(patch, "__closure__", None) or ()
-        seen = [cell.cell_contents for cell in cells]
-        if own & {getattr(x, "__self__", x) for x in seen if isinstance(x, nn.Module | MethodType)}:
+        seen = [getattr(cell.cell_contents, "__self__", cell.cell_contents) for cell in cells]
+        if any(pruned & set(x.modules()) for x in seen if isinstance(x, nn.Module)):
             raise LobsError(
                 f"the forward pass of '{name}' was replaced by a function that calls this very "
                 "network, so a copy would run the original. Write a subclass with that forward."

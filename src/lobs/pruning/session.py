@@ -14,8 +14,8 @@ from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
 from lobs._system.progress import track
 from lobs.calibration.collect import Calibration, collect_moments, never_reached
 from lobs.calibration.fisher import fisher_diagonal
+from lobs.calibration.forward import learn
 from lobs.calibration.layer_problem import layer_problem
-from lobs.calibration.learning import learn
 from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
 from lobs.calibration.output_influence import output_influence
@@ -23,7 +23,7 @@ from lobs.layers import Layer, find_layers
 from lobs.layers.uses import learnt
 from lobs.pruning import feasibility
 from lobs.pruning.coupled import coupled_plan
-from lobs.pruning.coverage import Coverage, coverage
+from lobs.pruning.feasibility import Coverage, coverage
 from lobs.pruning.finished import Packed
 from lobs.pruning.latency import Timing, counts_in_time, start_timing
 from lobs.pruning.options import Options

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from lobs._system.alone import alone
+from lobs._system.context import alone
 from lobs._system.progress import shown, track
 from lobs.calibration.collect import collect_moments
 from lobs.calibration.forward import fitted

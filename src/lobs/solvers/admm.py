@@ -29,9 +29,8 @@ from lobs.errors import SolverError
 from lobs.solvers import linalg
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.least_squares import on_support, stacked, typical_independence
-from lobs.solvers.masks import choose_count, mask_from_order, removal_order
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution
+from lobs.solvers.solution import Solution, choose_count, mask_from_order, removal_order
 from lobs.targets import Target
 
 _SAMPLE = 100_000  # weights that a threshold is estimated from: 1 % precise at 95 % sparsity

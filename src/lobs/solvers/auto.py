@@ -200,9 +200,10 @@ def bytes_of(solver: Solver, shape: ProblemShape) -> int:
 
 def _few_wide_rows(shape: ProblemShape) -> bool:
     """Return whether the greedy takes much less time than ADMM, which inverts d×d matrices."""
-    affordable = shape.context.affords(GreedyOBS().search_bytes(shape))
     few = shape.groups * shape.rows <= POLICY.few_rows and shape.columns >= POLICY.wide_columns
-    return few and affordable and not shape.single_copy
+    if not few or shape.single_copy:
+        return False
+    return shape.context.affords(GreedyOBS().search_bytes(shape))
 
 
 def _agreed(problem: Problem, opinion: bool) -> bool:

@@ -11,10 +11,9 @@ from torch import Tensor
 from lobs.errors import SolverError
 from lobs.solvers import scores
 from lobs.solvers.costs import ProblemShape
-from lobs.solvers.masks import choose_count, mask_from_order, removal_order
 from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution, finish
+from lobs.solvers.solution import Solution, choose_count, finish, mask_from_order, removal_order
 from lobs.targets import Pattern, Target
 
 _SCORES: dict[str, Callable[[Problem], Tensor]] = {

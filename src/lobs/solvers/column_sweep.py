@@ -23,11 +23,10 @@ from lobs.errors import SolverError
 from lobs.solvers import linalg
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.least_squares import approach_least_squares, on_support, sweep_dtype
-from lobs.solvers.masks import choose_count
 from lobs.solvers.metric import Metric
 from lobs.solvers.patterns import ColumnChoice, pattern_solver
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution, finish
+from lobs.solvers.solution import Solution, choose_count, finish
 from lobs.targets import Pattern, Target
 
 _STRIP = 2**23  # entries of the rows that pass through the columns together

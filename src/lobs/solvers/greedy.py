@@ -17,12 +17,12 @@ from torch import Tensor
 from lobs.solvers import kernels
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.least_squares import on_support, sweep_dtype
-from lobs.solvers.masks import choose_count, mask_from_order, removal_order
+from lobs.solvers.linalg import is_narrow
 from lobs.solvers.metric import Metric
 from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution
-from lobs.solvers.together import greedy_together, is_narrow
+from lobs.solvers.solution import Solution, choose_count, mask_from_order, removal_order
+from lobs.solvers.together import greedy_together
 from lobs.targets import ErrorBudget, Pattern, Target
 
 

@@ -15,10 +15,9 @@ from lobs.errors import SolverError
 from lobs.solvers import linalg, scores
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.kernels.rows import blocks, by_rows
-from lobs.solvers.masks import choose_count, mask_from_order, removal_order
 from lobs.solvers.metric import Metric
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution, finish
+from lobs.solvers.solution import Solution, choose_count, finish, mask_from_order, removal_order
 from lobs.targets import Target
 
 _PANEL = 256  # deletions of a row at a time, at least

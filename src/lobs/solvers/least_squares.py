@@ -11,10 +11,11 @@ from torch import Tensor
 from lobs._system.distributed import ProcessGroup
 from lobs.solvers import linalg
 from lobs.solvers.kernels.rows import blocks, by_rows, listed
+from lobs.solvers.linalg import is_narrow
 from lobs.solvers.metric import Metric
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, finish
-from lobs.solvers.together import fit_together, is_narrow
+from lobs.solvers.together import fit_together
 
 Vector: TypeAlias = Sequence[Tensor]  # one vector, in parts
 

@@ -18,6 +18,9 @@ _LARGE = 1024  # rows and columns from which a singular value decomposition take
 _PIECE = 2**20  # numbers squared at a time, so that they stay in the cache
 _UNDERFLOW = 1e-30  # sums of float32 squares below this have lost digits
 _STRIP = 2**23  # numbers processed at a time where a copy of the whole would be too large
+MANY = 16  # groups from which one batch is faster
+_NARROW = 64  # columns of a group, at most: a round of swaps then looks at all of them
+_MOST = 2**25  # numbers in the matrices of all rows, at most
 
 
 def strip_size(width: int) -> int:
@@ -302,3 +305,14 @@ def woodbury_inverse(samples: Tensor, alpha: float) -> Tensor:
         ay = a @ y
         a = a - torch.outer(ay, ay) / (n + y @ ay)
     return a
+
+
+def is_narrow(groups: int, rows: int, columns: int) -> bool:
+    """Return whether a layer's groups are so many and so narrow that they are solved together.
+
+    Args:
+        groups: number of groups.
+        rows: rows of each.
+        columns: columns of each.
+    """
+    return groups >= MANY and columns <= _NARROW and groups * rows * columns**2 <= _MOST

@@ -26,8 +26,9 @@ from lobs.solvers.least_squares import (
     sweep_dtype,
     typical_independence,
 )
+from lobs.solvers.linalg import is_narrow
 from lobs.solvers.problem import Problem
-from lobs.solvers.together import is_narrow, swap_together
+from lobs.solvers.together import swap_together
 
 _POOL = 128  # candidates on either side, at most; more find little more
 _LEAST_POOL = 32  # candidates on either side, at least

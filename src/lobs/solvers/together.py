@@ -15,21 +15,6 @@ from lobs.solvers import kernels, linalg
 from lobs.solvers.kernels.rows import listed, pad_with_identity
 from lobs.solvers.metric import Metric
 
-MANY = 16  # groups from which one batch is faster
-_NARROW = 64  # columns of a group, at most: a round of swaps then looks at all of them
-_MOST = 2**25  # numbers in the matrices of all rows, at most
-
-
-def is_narrow(groups: int, rows: int, columns: int) -> bool:
-    """Return whether a layer's groups are so many and so narrow that they are solved together.
-
-    Args:
-        groups: number of groups.
-        rows: rows of each.
-        columns: columns of each.
-    """
-    return groups >= MANY and columns <= _NARROW and groups * rows * columns**2 <= _MOST
-
 
 def swap_together(
     gram: Tensor,

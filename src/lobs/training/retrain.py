@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lobs._system.alone import alone
+from lobs._system.context import alone
 from lobs._system.progress import shown
 from lobs._system.run_log import recorded_run
 from lobs.pruning.options import Execution

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lobs._system.noise import same_noise
-from lobs.layers.untouched import untouched
+from lobs.layers.untouched import same_noise, untouched
 
 # A block that runs again must not add to a cache of keys and values.
 _CACHES = {

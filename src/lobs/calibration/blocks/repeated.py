@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
-from lobs._system.noise import seed_of
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.arguments import Arguments, flowing, shapes
 from lobs.calibration.blocks.base import (
@@ -43,6 +42,7 @@ from lobs.calibration.blocks.rerun import Rerun
 from lobs.calibration.blocks.rows import Row, candidates, captured, look
 from lobs.calibration.forward import Masks, length, masks_of, padded, rows_of_masks, unpadded
 from lobs.layers import Layer, watching
+from lobs.layers.untouched import seed_of
 
 
 @dataclass

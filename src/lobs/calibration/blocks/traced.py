@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 
 from lobs._system import memory
 from lobs._system.distributed import process_group
-from lobs._system.noise import same_noise, seed_of
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.base import (
     Block,
@@ -29,6 +28,7 @@ from lobs.calibration.blocks.base import (
 )
 from lobs.calibration.forward import Masks, masks_of, padded
 from lobs.layers.graph import TraceError, argument_names, arguments, device_of, trace
+from lobs.layers.untouched import same_noise, seed_of
 
 
 class _Steps:

@@ -101,11 +101,10 @@ def accelerate(
 ) -> Acceleration:
     """Return a copy with every layer in the fastest implementation for an example batch.
 
-    Each Linear, Conv2d and transformers' Conv1D is timed on the input it gets from `example`. The
-    candidates are dense torch, torch's CSR and BSR, compiled sparse kernels, and dense without
-    empty rows and columns. Layers that read the same input are also tried as one call, and so are
-    runs of Linear and ReLU in a Sequential. A replacement must win by more than `margin` and by
-    more than the noise. So must the whole network in the end, otherwise it stays dense.
+    Each Linear, Conv2d and transformers' Conv1D is timed on its input: dense, as CSR or BSR, in
+    compiled kernels, and dense without empty rows and columns. Layers that read one input, and
+    chains of Linear and ReLU, are also tried as one call. A replacement must win by more than
+    `margin` and the noise, and so must the whole network in the end.
 
     The copy computes densely in cases that were not measured: training, gradients, autocast, other
     devices and dtypes, and inputs more than twice as large or small. If its weights change in place
@@ -116,12 +115,10 @@ def accelerate(
         example: a batch of the size to expect: a tensor, a tuple whose first item is the input, or
             a mapping of keyword arguments.
         margin: the smallest gain of a replacement, as a fraction.
-        seconds: about how long to measure each layer. Layers of one shape, input and density are
-            measured once.
-        values: how kept weights are stored where few inputs come at a time. All but "float32"
-            round the weights of layers that are replaced.
-        release_dense: drop the dense weights of linear layers whose packed form is smaller, and as
-            fast give or take the margin. They then compute from packed weights for every input.
+        seconds: about how long to measure each layer; like layers are measured once.
+        values: how kept weights are stored for few inputs. All but "float32" round them.
+        release_dense: drop dense weights of linear layers where the packed form is smaller and, but
+            for the margin, as fast. They then always compute from packed weights.
         progress: show a bar while measuring.
     """
     if values not in STORAGES:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lobs._system.threads import workers
+from lobs._system.context import workers
 from lobs.deploy.accelerate.compiled import chain_of_many, chain_of_one
 from lobs.deploy.accelerate.native import PlaneMatrix, add_planes, block_of
 from lobs.layers.discovery import as_layer

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lobs._system.context import workers
 from lobs._system.progress import track
-from lobs._system.threads import workers
 from lobs.solvers.kernels import Quota
 from lobs.solvers.kernels.compiling import compiled, helper, inlined, spans
 

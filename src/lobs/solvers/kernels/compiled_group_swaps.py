@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from lobs._system.threads import workers
+from lobs._system.context import workers
 from lobs.solvers.kernels.compiling import compiled, helper
 
 if TYPE_CHECKING:

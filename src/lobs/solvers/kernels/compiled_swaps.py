@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lobs._system.context import workers
 from lobs._system.progress import track
-from lobs._system.threads import workers
 from lobs.solvers.kernels.compiling import compiled, helper, inlined, spans
 
 _SMALL = 2**15  # matrix elements in all rows; below, threads cost more than they save

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from lobs._system.threads import workers
+from lobs._system.context import workers
 
 _GATHERED = 2**20  # matrix elements gathered at a time; they fit into the cache
 _LITTLE = 2**18  # matrix elements; fewer are gathered faster than a thread starts

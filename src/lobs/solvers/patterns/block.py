@@ -19,11 +19,10 @@ from lobs.solvers import linalg
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.kernels import Backend
 from lobs.solvers.least_squares import on_support
-from lobs.solvers.masks import mask_from_order, removal_order
 from lobs.solvers.metric import Metric
 from lobs.solvers.patterns import PatternSolver
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution
+from lobs.solvers.solution import Solution, mask_from_order, removal_order
 from lobs.targets import Block
 
 _BATCH_ELEMENTS = 2**25  # entries of factors in memory at a time: 256 MB in float64

@@ -13,11 +13,10 @@ import torch
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.kernels import Backend
 from lobs.solvers.least_squares import on_support
-from lobs.solvers.masks import mask_from_order, removal_order
 from lobs.solvers.patterns import PatternSolver
 from lobs.solvers.patterns.block import block_path
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution
+from lobs.solvers.solution import Solution, mask_from_order, removal_order
 from lobs.targets import Structured
 
 

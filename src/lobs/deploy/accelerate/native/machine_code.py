@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import llvmlite.binding as llvm
 import torch
 
-from lobs._system.threads import workers
+from lobs._system.context import workers
 
 Form: TypeAlias = Literal["avx512", "avx2", "generic"]
 FORMS: tuple[Form, ...] = get_args(Form)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lobs.errors import FileError, LobsError
-from lobs.hub.libraries import library
-from lobs.hub.source import CONFIG, Source
 from lobs.storage.shards import SINGLE, write_shard
+from lobs.zoo.hub.libraries import library
+from lobs.zoo.hub.source import CONFIG, Source
 
 PREFIX = "timm:"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lobs.errors import DataError
-from lobs.hub.libraries import library
+from lobs.zoo.hub.libraries import library
 
 
 def opened(path: Path, mode: str = "RGB") -> Any:

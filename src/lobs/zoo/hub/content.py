@@ -160,7 +160,7 @@ def _arrow_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _need_pyarrow() -> None:
-    from lobs.hub.libraries import library
+    from lobs.zoo.hub.libraries import library
 
     library("pyarrow")
 

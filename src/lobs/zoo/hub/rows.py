@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lobs.errors import DataError
-from lobs.hub.content import Content, read_content
-from lobs.hub.images import opened, prepared
-from lobs.hub.source import Source
-from lobs.hub.tokens import Tokens
+from lobs.zoo.hub.content import Content, read_content
+from lobs.zoo.hub.images import opened, prepared
+from lobs.zoo.hub.source import Source
+from lobs.zoo.hub.tokens import Tokens
 
 Batch: TypeAlias = Any
 _SAMPLES = {"causal": 64}  # rows of tokens; elsewhere short texts, images or arrays
@@ -168,7 +168,7 @@ def _samples(
 
 
 def _image_batches(source: Source) -> Callable[[list[Any]], Batch]:
-    from lobs.hub.timm_source import TimmSource
+    from lobs.zoo.hub.timm_source import TimmSource
 
     if isinstance(source, TimmSource):
         return lambda paths: prepared(paths, source.settings).to(source.dtype)
@@ -183,7 +183,7 @@ def _image_batches(source: Source) -> Callable[[list[Any]], Batch]:
 
 def source_processor(source: Source) -> Any:
     """Return the folder's image processor."""
-    from lobs.hub.libraries import library, quietly
+    from lobs.zoo.hub.libraries import library, quietly
 
     try:
         with quietly():
@@ -198,7 +198,7 @@ def source_processor(source: Source) -> Any:
 
 
 def _array_batches(source: Source) -> Callable[[list[Any]], Batch]:
-    from lobs.hub.timm_source import TimmSource
+    from lobs.zoo.hub.timm_source import TimmSource
 
     name = source.input_name
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lobs._system.progress import track
 from lobs.calibration.forward import call, evaluating, main_output, masks_of, positions
 from lobs.errors import DataError
-from lobs.hub.record import read_record
-from lobs.hub.rows import Batch, Prepared, Reading, prepare
-from lobs.hub.source import Source, open_source
+from lobs.zoo.hub.record import read_record
+from lobs.zoo.hub.rows import Batch, Prepared, Reading, prepare
+from lobs.zoo.hub.source import Source, open_source
 
 _PIECE = 128  # positions whose probabilities are computed at a time
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lobs.errors import DataError
-from lobs.hub.libraries import library, quietly
-from lobs.hub.source import Source
+from lobs.zoo.hub.libraries import library, quietly
+from lobs.zoo.hub.source import Source
 
 _LENGTH, _SHORT = 512, 128  # tokens of a row for decoders, and of a text elsewhere
 _PIECE = 100_000  # characters that are encoded at a time

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lobs._system.progress import track
 from lobs.calibration.forward import call, evaluating, main_output, masks_of, positions
 from lobs.errors import LobsError
-from lobs.hub.libraries import quietly
-from lobs.hub.measuring import (
+from lobs.zoo.hub.libraries import quietly
+from lobs.zoo.hub.measuring import (
     Answers,
     add_answers,
     cacheless,
@@ -22,9 +22,9 @@ from lobs.hub.measuring import (
     rows_of,
     scores,
 )
-from lobs.hub.rows import Batch, Prepared, Reading, prepare
-from lobs.hub.source import Source, open_source
-from lobs.hub.tokens import tokenizer_of
+from lobs.zoo.hub.rows import Batch, Prepared, Reading, prepare
+from lobs.zoo.hub.source import Source, open_source
+from lobs.zoo.hub.tokens import tokenizer_of
 
 _PIECE = 128  # positions whose probabilities are compared at a time
 _PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 5, 16, 32

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lobs.errors import FileError
-from lobs.hub.libraries import library, quietly
 from lobs.storage.shards import Shards
+from lobs.zoo.hub.libraries import library, quietly
 
 CONFIG = "config.json"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -160,7 +160,7 @@ def open_source(model: str | os.PathLike[str]) -> Source:
         )
     shards = Shards(folder)
     if "architecture" in config and "architectures" not in config:
-        from lobs.hub.timm_source import TimmSource
+        from lobs.zoo.hub.timm_source import TimmSource
 
         return TimmSource(folder, config, shards, _dtype(shards, ()))
     named = config.get("architectures")

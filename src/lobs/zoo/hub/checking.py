@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lobs.certificate.verify import Finding, verify_masks
 from lobs.errors import FileError
-from lobs.hub.record import RECORD, digest, read_record
 from lobs.storage.checkpoint import Checkpoint
 from lobs.storage.shards import Shards
+from lobs.zoo.hub.record import RECORD, digest, read_record
 
 
 def masks(folder: str | os.PathLike[str]) -> dict[str, Tensor]:

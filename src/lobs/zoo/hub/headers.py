@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lobs.errors import FileError
-from lobs.hub.source import Source
 from lobs.storage.shards import Shards, write_shard
+from lobs.zoo.hub.source import Source
 
 
 def mask_headers(

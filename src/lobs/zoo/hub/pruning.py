@@ -21,13 +21,6 @@ from lobs._system.progress import shown
 from lobs._system.run_log import peak_bytes
 from lobs.calibration.blocks.skeleton import Skeleton
 from lobs.errors import BlocksError, FileError, LobsError
-from lobs.hub.advice import advice
-from lobs.hub.headers import mask_headers
-from lobs.hub.measuring import Answers, answers, scores
-from lobs.hub.record import CARD, HubResult, digest, write_card, write_record
-from lobs.hub.rows import Prepared, Reading, prepare
-from lobs.hub.source import Source, open_source
-from lobs.hub.timm_source import PREFIX, TimmSource, named_network
 from lobs.layers.discovery import (
     choose_layers,
     find_layers,
@@ -40,6 +33,13 @@ from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.pruning.result import LayerResult
 from lobs.storage.shards import Shards, copy_others
 from lobs.targets import Pattern, Sparsity, Target, wanted
+from lobs.zoo.hub.advice import advice
+from lobs.zoo.hub.headers import mask_headers
+from lobs.zoo.hub.measuring import Answers, answers, scores
+from lobs.zoo.hub.record import CARD, HubResult, digest, write_card, write_record
+from lobs.zoo.hub.rows import Prepared, Reading, prepare
+from lobs.zoo.hub.source import Source, open_source
+from lobs.zoo.hub.timm_source import PREFIX, TimmSource, named_network
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
