@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs.solvers import GreedyOBS, solve, together
+from lobs.solvers import GreedyOBS, linalg, solve
 from lobs.solvers.least_squares import on_support
 from lobs.solvers.problem import Problem
 from tests.conftest import make_moment
@@ -38,7 +38,7 @@ def test_the_fit_on_a_support_is_that_of_single_groups(rows, bias, dead, monkeyp
     if bias:
         mask[..., -1] = True
     one = on_support(posed, mask)
-    monkeypatch.setattr(together, "MANY", 1000)
+    monkeypatch.setattr(linalg, "MANY", 1000)
     each = on_support(posed, mask)
     torch.testing.assert_close(one.weight, each.weight, rtol=1e-4, atol=1e-5)
     assert one.error == pytest.approx(each.error, rel=1e-4)
@@ -53,7 +53,7 @@ def test_the_search_ends_no_higher_than_that_of_single_groups(rows, bias, keep, 
 
     posed = problem(rows=rows, bias=bias)
     one = solve(posed, "auto", keep=keep)
-    monkeypatch.setattr(together, "MANY", 1000)
+    monkeypatch.setattr(linalg, "MANY", 1000)
     each = solve(posed, "auto", keep=keep)
     assert one.kept == each.kept
     assert weighted(one) <= 1.02 * weighted(each)
@@ -70,7 +70,7 @@ def test_one_wide_row_ends_no_higher_from_the_greedy_alone():
 def test_the_greedy_deletes_in_the_same_order(rows, bias, monkeypatch):
     posed = problem(rows=rows, bias=bias)
     one = GreedyOBS().path(posed)
-    monkeypatch.setattr(together, "MANY", 1000)
+    monkeypatch.setattr(linalg, "MANY", 1000)
     each = GreedyOBS(backend="torch").path(posed)
     assert float((one.columns == each.columns).double().mean()) > 0.99
     torch.testing.assert_close(one.curve, each.curve.to(one.curve), rtol=1e-3, atol=1e-6)

@@ -47,7 +47,7 @@ def compare(
       lobs compare small/ big/ --data test.txt
       lobs compare small/ big/ --data test.jsonl --field text --length 1024 --json
     """
-    from lobs import hub
+    from lobs.zoo import hub
 
     reading = hub.Reading(length=length, samples=samples, field=field)
     with working(json):

@@ -107,7 +107,7 @@ def prune_folder(
     json: bool,
 ) -> None:
     """Prune a folder, or a timm network with its weights; print the result."""
-    from lobs import hub
+    from lobs.zoo import hub
 
     given = need_data(data, "prune", network)
     name = f"{Path(network).resolve().name if Path(network).is_dir() else network}-{words}"
@@ -131,7 +131,7 @@ def evaluate_folder(
     network: str, data: Path | None, dense: Path | None, reading: Reading, *, json: bool
 ) -> None:
     """Measure a folder's network and print its metrics."""
-    from lobs import hub
+    from lobs.zoo import hub
 
     with working(json):
         given = need_data(data, "eval", network)
@@ -151,7 +151,7 @@ def verify_folder(folder: Path, *, json: bool) -> None:
     """Check a pruned folder; exit code 1 if something is wrong."""
     from dataclasses import asdict
 
-    from lobs import hub
+    from lobs.zoo import hub
 
     findings = hub.verify(folder)
     good = all(finding.holds for finding in findings)

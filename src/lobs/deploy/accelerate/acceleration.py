@@ -106,9 +106,8 @@ def accelerate(
     chains of Linear and ReLU, are also tried as one call. A replacement must win by more than
     `margin` and the noise, and so must the whole network in the end.
 
-    The copy computes densely in cases that were not measured: training, gradients, autocast, other
-    devices and dtypes, and inputs more than twice as large or small. If its weights change in place
-    (not through `.data`), the sparse copies follow.
+    The copy computes densely in training, with gradients, autocast, other devices and dtypes, and
+    for inputs over twice as large or small. Sparse copies follow weights that change in place.
 
     Args:
         model: the network; it is copied, not changed.
