@@ -177,21 +177,33 @@ def test_a_value_for_each_column_stands_at_all_weights_of_the_column(module):
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_sampled_positions_are_a_partition_of_all(name):
-    """Every position belongs to one of step² starts, and keeps its patch."""
+def test_sampled_positions_are_windows_of_all_places(name):
+    """Of all starts and images, every row and every column is taken equally often."""
     conv = convolution(**CONVOLUTIONS[name])
     layer = find_layers(nn.Sequential(conv))[0]
-    x = torch.randn(2, 4, 11, 12, dtype=torch.float64)
+    x = torch.randn(6, 4, 57, 82, dtype=torch.float64)
     windows = layer.windows(x)
     high, wide = windows.shape[2:4]
-    whole = torch.cat(list(layer.patches(x)), dim=1)
-    whole = whole.unflatten(1, (2, high, wide))
-    for step in (1, 2, 3):
+    assert min(high, wide) >= 24
+    whole = torch.cat(list(layer.patches(x)), dim=1).unflatten(1, (6, high, wide))
+    for step in (2, 3):
+        rows, columns = torch.zeros(high), torch.zeros(wide)
         for start in range(step):
             found = torch.cat(list(layer.sampled(x, step, start)), dim=1)
-            torch.testing.assert_close(found, whole[:, :, start::step, start::step].flatten(1, 3))
-    far = torch.cat(list(layer.sampled(x, 100, 7)), dim=1)  # one position is always left
-    assert far.shape[1] == 2
+            wanted = []
+            for turn in range(step):
+                top, left = (start + turn) % step, (start - turn) % step
+                wanted.append(whole[:, turn::step, top::step, left::step].flatten(1, 3))
+                rows[top::step] += 1
+                columns[left::step] += 1
+            torch.testing.assert_close(found, torch.cat(wanted, dim=1))
+        assert len(set(rows.tolist())) == len(set(columns.tolist())) == 1
+
+
+def test_small_images_keep_all_positions():
+    layer = find_layers(nn.Sequential(convolution()))[0]
+    x = torch.randn(2, 4, 15, 15, dtype=torch.float64)
+    assert sum(p.shape[1] for p in layer.sampled(x, 100, 7)) == layer.vectors(x)
 
 
 def test_positions_are_spared_only_where_there_are_enough_others():

@@ -15,6 +15,8 @@ from lobs.errors import CalibrationError
 from lobs.layers import base
 from lobs.layers.base import Layer
 
+_LEAST_POSITIONS = 8  # of a line, that stay where positions are sampled
+
 
 class WindowedLayer(Layer):
     """View a module whose patches are windows of an image.
@@ -77,14 +79,22 @@ class WindowedLayer(Layer):
         return max(1, int((vectors / max(1, enough)) ** (1 / self.dimensions)))
 
     def sampled(self, x: Tensor, step: int, start: int) -> Iterator[Tensor]:
-        """Copy windows at some positions."""
-        n, g = self.dimensions, self.groups
+        """Copy windows at some positions, at least eight of each line where there are as many.
+
+        Images take turns in where they begin, so that rows and columns of all places count alike.
+        """
+        n = self.dimensions
         windows = self.windows(x if x.dim() == n + 2 else x.unsqueeze(0))
-        if step > 1:
-            sizes = windows.shape[2 : 2 + n]
-            places = (slice(start % min(step, size), None, step) for size in sizes)
-            every: tuple[Any, ...] = (slice(None), slice(None), *places)
-            windows = windows[every]
+        sizes = windows.shape[2 : 2 + n]
+        steps = [min(step, max(1, size // _LEAST_POSITIONS)) for size in sizes]
+        turns = max(steps)
+        for turn in range(min(turns, len(windows))):
+            begins = [(start + (-turn if axis % 2 else turn)) % s for axis, s in enumerate(steps)]
+            places = (slice(b, None, s) for b, s in zip(begins, steps, strict=True))
+            yield from self._pieces(windows[(slice(turn, None, turns), slice(None), *places)])
+
+    def _pieces(self, windows: Tensor) -> Iterator[Tensor]:
+        n, g = self.dimensions, self.groups
         batch, channels, high = windows.shape[:3]
         wide = windows.shape[3 : 2 + n].numel()
         by_group = windows.unflatten(1, (g, channels // g))  # type: ignore[no-untyped-call]
