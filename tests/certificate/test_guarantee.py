@@ -143,3 +143,43 @@ def test_held_out_inputs_give_a_guarantee_for_a_network_without_a_bound():
     assert (
         "The output changes by at most" in result.summary() and "No bound" not in result.summary()
     )
+
+
+def test_a_shuffled_loader_keeps_its_parts_apart():
+    """Each pass shuffles anew, so parts by number would share samples."""
+
+    numbers = torch.arange(160.0).unsqueeze(1)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(numbers), batch_size=32, shuffle=True
+    )
+    parts = divided(guarded(loader))
+    seen = [{float(x) for batch in part for x in batch[0]} for part in parts for _ in range(3)]
+    for own, later in ((seen[i], seen[i : i + 3]) for i in (0, 3, 6)):
+        assert all(part == own for part in later)
+    assert not (seen[0] & seen[3] | seen[0] & seen[6] | seen[3] & seen[6])
+    assert len(seen[0] | seen[3] | seen[6]) == 160
+
+
+def test_padding_counts_neither_in_the_held_out_distance_nor_in_the_relative_error():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 3)
+
+        def forward(self, x, attention_mask=None):
+            return self.b(torch.relu(self.a(x)))
+
+    torch.manual_seed(0)
+    mask = torch.ones(8, 6, dtype=torch.long)
+    mask[:, 4:] = 0
+    x = torch.randn(8, 6, 4)
+    loud = torch.where(mask.bool().unsqueeze(-1), x, 100.0)
+    quiet, noisy = ([{"x": t, "attention_mask": mask}] * 8 for t in (x, loud))
+    model = Tagger()
+    found = [
+        lobs.prune(model, quiet, keep=0.5, held_out=held, progress=False).certificate
+        for held in (quiet, noisy)
+    ]
+    assert found[0].held_out == pytest.approx(found[1].held_out)
+    assert found[0].held_out == pytest.approx(found[0].measured)
+    assert found[0].guarantee == found[1].guarantee

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lobs
+from lobs.errors import LobsError
 from tests.calibration.test_channels import NETS, Fused, Gated, made
 
 
@@ -88,3 +89,9 @@ def test_layers_that_are_skipped_keep_their_columns():
     assert torch.equal(result.model.narrow.weight, model.narrow.weight)
     assert torch.equal(result.model.wide.weight, model.wide.weight)
     assert not result.masks["out.weight"].all()
+
+
+def test_layers_that_share_units_need_one_fraction():
+    wish = lobs.Structured({"up": 0.5, "gate": 0.25, "down": 0.125})
+    with pytest.raises(LobsError, match=r"'gate' and 'up' lose their units|'up' and 'gate' lose"):
+        run(Gated(), list(torch.randn(3, 40, 16)), wish)

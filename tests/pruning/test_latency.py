@@ -149,3 +149,38 @@ def test_layers_inside_attention_stay_as_they_are():
         "linear1",
         "linear2",
     }
+
+
+def test_a_resumed_run_takes_the_plan_that_was_made(tmp_path, monkeypatch):
+    """A clock never gives the same plan again."""
+    plans = iter((0.9, 0.5))
+
+    def planned(model, layers, curves, timing):
+        share, timing.predicted = next(plans), timing.dense
+        return {name: int(share * curve.prunable) for name, curve in curves.items()}
+
+    monkeypatch.setattr("lobs.pruning.session.counts_in_time", planned)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8))
+    batches = [torch.randn(64, 32) for _ in range(2)]
+
+    def run():
+        execution = lobs.Execution(resume=tmp_path)
+        target = Budget(speedup=1.2, rounds=1)
+        return lobs.prune(model, batches, target, execution=execution, progress=False)
+
+    assert run().kept == run().kept
+
+
+def test_a_budget_in_time_without_layers_to_speed_up_is_refused():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 8))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.w)
+
+    batches = [torch.randn(64, 8)]
+    with pytest.raises(TargetError, match="none of the layers can be made faster"):
+        lobs.prune(Functional(), batches, Budget(speedup=1.2), progress=False)

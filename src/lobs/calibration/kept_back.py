@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,30 @@ def divided(batches: Batches, *, certify: bool = True) -> tuple[Batches, Batches
         certify: keep an eighth to certify; without it these inputs choose too.
     """
     choosing = CHOOSING if certify else [*CHOOSING, *CERTIFYING]
-    parts: list[Batches] = [Part(batches, part) for part in (PRUNING, choosing, CERTIFYING)]
-    if any(batch_size(batch) < ROUND for batch in batches):
-        # Small batches go to one part each. Then each part has other batches, which are listed.
-        parts = [Batches(list(part)) for part in parts]
+    chosen = [PRUNING, choosing, CERTIFYING if certify else ()]
+    listed = isinstance(batches.source, list | tuple)
+    if listed and all(batch_size(batch) >= ROUND for batch in batches):
+        parts: list[Batches] = [Part(batches, part) for part in chosen]
+    else:
+        # A loader may shuffle, so one pass deals the samples. Small batches go to one part each.
+        parts = _dealt(batches, chosen)
     return parts[0], parts[1], parts[2] if certify else None
+
+
+def _dealt(batches: Batches, chosen: Sequence[Iterable[int]]) -> list[Batches]:
+    """Return lists of the samples of each part, from one pass."""
+    dealt: list[list[Any]] = [[] for _ in chosen]
+    wanted = [torch.tensor(sorted(part)) for part in chosen]
+    first = 0
+    for batch in batches:
+        count = batch_size(batch)
+        numbers = torch.arange(first, first + count) % ROUND
+        first += count
+        for part, out in zip(wanted, dealt, strict=True):
+            rows = torch.isin(numbers, part).nonzero().squeeze(1)
+            if len(rows):
+                out.append(_rows(batch, rows, count))
+    return [Batches(part) for part in dealt]
 
 
 def _rows(value: Any, rows: Tensor, count: int) -> Any:

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from lobs.calibration.collect import Calibration, collect_moments
 from lobs.calibration.comparison import Comparison, compare, side_by_side
-from lobs.calibration.forward import batch_size, call, fitted, learn, length, main_output
+from lobs.calibration.forward import (
+    batch_size,
+    call,
+    fitted,
+    learn,
+    length,
+    main_output,
+    masks_of,
+    padded,
+    without_padding,
+)
 from lobs.certificate import bound, lipschitz
 from lobs.certificate.bound import Certificate
 from lobs.certificate.guarantee import Guarantee, Tally
@@ -200,7 +210,9 @@ def _held_out(
         with side_by_side(dense, pruned, batches) as passing:
             for batch in passing:
                 before, after = call(dense, batch), call(pruned, batch)
-                found.add_outputs(main_output(before), main_output(after), batch_size(batch))
+                with padded(masks_of(batch)):
+                    first, second = (_data_of(answer) for answer in (before, after))
+                found.add_outputs(first, second, batch_size(batch))
                 tally.add(batch, before, after)
     except CalibrationError as error:
         caution(f"held_out could not be measured: {error}")
@@ -212,6 +224,12 @@ def _held_out(
     elif found.output is not None and not math.isfinite(found.output):
         caution("held_out: the networks' outputs there are not finite; are its inputs?")
     return found.output, tally.guarantee() if tally.finite and tally.samples else None
+
+
+def _data_of(answer: Any) -> Tensor | None:
+    """Return an answer's output without padded positions."""
+    out = main_output(answer)
+    return None if out is None else without_padding(out)
 
 
 def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]) -> str | None:

@@ -150,6 +150,14 @@ def _divergence(q: float, p: float) -> float:
     return rest + (q * math.log(q / p) if q > 0 else 0.0)
 
 
+def _without(out: Tensor, counted: Tensor | None) -> Tensor:
+    """Return an output in double precision, with zeros where a position is padding."""
+    out = out.detach().to(torch.float64)
+    if out.dim() < 3 or counted is None:
+        return out
+    return torch.where(counted.to(out.device, torch.bool).unsqueeze(-1), out, 0.0)
+
+
 class Tally:
     """Sums over the inputs of one data set, of the outputs of two networks."""
 
@@ -165,13 +173,14 @@ class Tally:
             self.finite = False
             return
         self.samples += count
-        x, y = (t.detach().to(torch.float64).reshape(count, -1) for t in (first, second))
+        counted = _counted(batch, first)
+        x, y = (_without(t, counted).reshape(count, -1) for t in (first, second))
         moved = (x - y).square().sum(dim=1).sqrt()
         size = x.square().sum(dim=1).sqrt()
         relative = torch.where(moved == 0, 0.0, moved / size).nan_to_num(1.0, posinf=1.0)
         self.error += float(relative.clamp(max=1.0).sum())
         if is_answers(dense, first):
-            self._add_answers(first, second, _counted(batch, first))
+            self._add_answers(first, second, counted)
         else:
             self.answers = False
 

@@ -91,7 +91,8 @@ class WindowedLayer(Layer):
         for turn in range(min(turns, len(windows))):
             begins = [(start + (-turn if axis % 2 else turn)) % s for axis, s in enumerate(steps)]
             places = (slice(b, None, s) for b, s in zip(begins, steps, strict=True))
-            yield from self._pieces(windows[(slice(turn, None, turns), slice(None), *places)])
+            index: tuple[Any, ...] = (slice(turn, None, turns), slice(None), *places)
+            yield from self._pieces(windows[index])
 
     def _pieces(self, windows: Tensor) -> Iterator[Tensor]:
         n, g = self.dimensions, self.groups

@@ -7,16 +7,17 @@ decided by the layers that read them: those lose columns, and repair the loss wi
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lobs._system.distributed import process_group
 from lobs._system.run_log import log_event
 from lobs.calibration.channels import Channels, Cut, Family, Removal, first_samples, observe
-from lobs.errors import LobsError
+from lobs.errors import LobsError, TargetError
 from lobs.layers import Layer
 from lobs.solvers.patterns.chosen import Chosen, Reader, cheapest_sets
 from lobs.targets import Pattern, Target
@@ -42,7 +43,9 @@ def coupled_plan(session: Session, target: Pattern) -> dict[str, Target | None] 
         target: what is wanted; units.
     """
     order = list(session.calibration)  # which refuses batches that the network cannot take
-    example = first_samples(session.batches)
+    example = _example(session.batches)
+    if example is None:
+        return None
     try:
         channels = observe(session.model, example)
     except Exception as error:  # the network's own code, under observation
@@ -61,6 +64,22 @@ def coupled_plan(session: Session, target: Pattern) -> dict[str, Target | None] 
         else:
             plan[layer.name] = None if target.table is None else target.for_layer(layer.name)
     return plan
+
+
+def _example(batches: Iterable[Any]) -> Any:
+    """Return some samples that all processes share; None where they cannot be sent."""
+    group = process_group()
+    if group.size == 1:
+        return first_samples(batches)
+    own = next((first_samples([batch]) for batch in batches), None)
+    parts = {"": own} if isinstance(own, Tensor) else own
+    plain = isinstance(parts, Mapping) and all(isinstance(t, Tensor) for t in parts.values())
+    ready = group.all_gather(plain)
+    if not any(ready):
+        return None
+    sent = {str(k): t.contiguous() for k, t in parts.items()} if plain and parts else {}
+    found, _ = group.broadcast_object(sent, {}, by=ready.index(True))
+    return found.get("", found)
 
 
 def _chosen(
@@ -149,6 +168,12 @@ def _loss(family: Family, target: Pattern, parts: Mapping[str, Sequence[Layer]])
     asked = target.for_layer(parts[makers[0]][0].name)
     if None in named or asked is None or asked.removes_everything:
         return None
+    other = next((n for n in makers if target.for_layer(parts[n][0].name) != asked), None)
+    if other is not None:
+        raise TargetError(
+            f"layers '{parts[makers[0]][0].name}' and '{parts[other][0].name}' lose their units "
+            "together, but the target names different fractions for them: give them one."
+        )
     for name, dim in slots:
         if slots[name, dim].shape[1] == 1 and name in makers:  # a unit, not a head
             for layer in parts[name]:

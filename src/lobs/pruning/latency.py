@@ -119,6 +119,10 @@ def counts_in_time(
         curves: error curves of the layers.
         timing: the prices; its prediction is written.
     """
+    if not timing.prices:
+        raise TargetError(
+            "a budget in time: none of the layers can be made faster here. Use keep=… instead."
+        )
     options = _options(curves, layers, timing.prices)
     floor = sum(min(cost for cost, _, _ in rows) for rows in options.values())
     floor *= 1 + len(options) / _BINS
