@@ -23,16 +23,10 @@ class Part(Batches):
     def __init__(self, whole: Batches, chosen: Iterable[int]) -> None:
         super().__init__(whole.source, whole.name)
         self._whole = whole
-        self._chosen = torch.tensor(sorted(chosen))
+        self._chosen = chosen
 
     def __iter__(self) -> Iterator[Any]:
-        first = 0
-        for batch in self._whole:
-            count = batch_size(batch)
-            rows = torch.isin(torch.arange(first, first + count) % ROUND, self._chosen).nonzero()
-            first += count
-            if len(rows):
-                yield _rows(batch, rows.squeeze(1), count)
+        return (batch for _, batch in _pieces(self._whole, [self._chosen]))
 
     @property
     def steady(self) -> bool:
@@ -61,17 +55,23 @@ def divided(batches: Batches, *, certify: bool = True) -> tuple[Batches, Batches
 def _dealt(batches: Batches, chosen: Sequence[Iterable[int]]) -> list[Batches]:
     """Return lists of the samples of each part, from one pass."""
     dealt: list[list[Any]] = [[] for _ in chosen]
+    for part, batch in _pieces(batches, chosen):
+        dealt[part].append(batch)
+    return [Batches(part) for part in dealt]
+
+
+def _pieces(batches: Batches, chosen: Sequence[Iterable[int]]) -> Iterator[tuple[int, Any]]:
+    """Yield, batch by batch, the number of a part and those samples that belong to it."""
     wanted = [torch.tensor(sorted(part)) for part in chosen]
     first = 0
     for batch in batches:
         count = batch_size(batch)
         numbers = torch.arange(first, first + count) % ROUND
         first += count
-        for part, out in zip(wanted, dealt, strict=True):
-            rows = torch.isin(numbers, part).nonzero().squeeze(1)
+        for part, own in enumerate(wanted):
+            rows = torch.isin(numbers, own).nonzero().squeeze(1)
             if len(rows):
-                out.append(_rows(batch, rows, count))
-    return [Batches(part) for part in dealt]
+                yield part, _rows(batch, rows, count)
 
 
 def _rows(value: Any, rows: Tensor, count: int) -> Any:
