@@ -67,7 +67,7 @@ class Calibration(Mapping[str, Moments]):
 
     def count(self, name: str) -> int:
         """Return the number of vectors that have reached a layer."""
-        return self.moments[name].count
+        return self.moments[name].count + self.moments[name].left_out
 
     def __getitem__(self, name: str) -> Moments:
         return self.moments[name]
@@ -89,6 +89,7 @@ def collect_moments(
     key: str = "calibration",
     counts_only: bool = False,
     required: bool = True,
+    enough: int | None = None,
 ) -> Calibration:
     """Stream the second moment of every prunable layer's input in one pass over `batches`.
 
@@ -104,6 +105,8 @@ def collect_moments(
         key: the name of the pass in the run store.
         counts_only: only count inputs; their moments and means stay empty.
         required: refuse data that never reach a layer; else the layer is missing in the result.
+        enough: vectors for every column that suffice. Of images that give more, only some positions
+            are summed.
     """
     batches = fitted(model, batches, again=False)
     chosen, run_store = _as_layers(model, layers), run_store or RunStore()
@@ -111,8 +114,10 @@ def collect_moments(
     if complete:
         return stored
     state = _State(stored)
+    many = length(batches) or 1
     observations = (
-        layer.on_input(partial(_count, layer, state.moments, counts_only)) for layer in chosen
+        layer.on_input(partial(_count, layer, state, counts_only, (enough, many)))
+        for layer in chosen
     )
     with (
         process_group().raise_together(),
@@ -264,16 +269,31 @@ def _resumed(run_store: RunStore, key: str, layers: Sequence[Layer]) -> tuple[Ca
     return seen, record["complete"]
 
 
-def _count(layer: Layer, moments: dict[str, Moments], counts_only: bool, x: Tensor) -> None:
-    """Add one call's input to the moments of its layer."""
-    if layer.name not in moments:
-        moments[layer.name] = Moments.of(layer, x.device, counts_only=counts_only)
-    x = unpadded(layer, x.detach())
+def _count(
+    layer: Layer, state: _State, counts_only: bool, sampling: tuple[int | None, int], x: Tensor
+) -> None:
+    """Add one call's input to the moments of its layer.
+
+    Args:
+        layer: the layer.
+        state: the pass so far.
+        counts_only: only count the input's vectors.
+        sampling: vectors for every column that suffice, if any do; and the number of batches.
+        x: the input.
+    """
+    if layer.name not in state.moments:
+        state.moments[layer.name] = Moments.of(layer, x.device, counts_only=counts_only)
+    moments, x = state.moments[layer.name], unpadded(layer, x.detach())
     if counts_only:
-        moments[layer.name].note(x, layer.vectors(x))
+        moments.note(x, layer.vectors(x))
         return
-    for piece in layer.patches(x):
-        moments[layer.name].add(piece)
+    (enough, many), step, before = sampling, 1, moments.count
+    if enough is not None:
+        step = layer.spacing(many * layer.vectors(x), enough * layer.columns)
+    for piece in layer.sampled(x, step, len(state.outputs)):
+        moments.add(piece)
+    if step > 1:
+        moments.left_out += layer.vectors(x) - (moments.count - before)
 
 
 def _as_layers(

@@ -105,8 +105,7 @@ class Comparison:
         if first is None or second is None:
             self._comparable = False
         else:
-            difference = first.to(torch.float64) - second.to(torch.float64)
-            self._total += float(difference.square().sum())
+            self._total += linalg.squared_distance(first, second)
             self._energy += linalg.energy(first)
         self.samples += count
 

@@ -39,6 +39,7 @@ class Moments:
         counts_only: bool = False,
     ) -> None:
         self.bias, self.count = bias, 0
+        self.left_out = 0  # vectors that reached the layer and were not summed
         self.single_copy = memory.single_copy(groups, columns)
         kind = torch.float32 if self.single_copy else torch.float64
         # The constant-1 column has its place from the start, so that no copy is needed for it.
@@ -92,7 +93,7 @@ class Moments:
 
     def packed(self) -> dict[str, Tensor]:
         """Return the sums as tensors; `unpacked` restores them to the bit."""
-        return {"whole": self._whole, "sum": self._sum, "count": torch.tensor(self.count)}
+        return {"whole": self._whole, "sum": self._sum, "count": torch.tensor([self.count, self.left_out])}
 
     @classmethod
     def unpacked(
@@ -109,13 +110,14 @@ class Moments:
         moments = cls(groups, columns, bias=bias, device=device, counts_only=True)
         moments._whole = parts["whole"].to(moments._whole)
         moments._sum.copy_(parts["sum"])
-        moments.count = int(parts["count"])
+        moments.count, moments.left_out = parts["count"].tolist()
         return moments
 
     def join(self) -> None:
         """Add up the sums of all processes of the group."""
         process_group().all_reduce(self._whole, self._sum)
-        self.count = round(process_group().sum_numbers(self.count)[0])
+        sums = process_group().sum_numbers(self.count, self.left_out)
+        self.count, self.left_out = map(round, sums)
 
     @property
     def finite(self) -> bool:

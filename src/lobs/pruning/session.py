@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from lobs._system import memory
 from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
 from lobs._system.progress import track
+from lobs.calibration.blocks.base import ENOUGH
 from lobs.calibration.collect import Calibration, collect_moments, never_reached
 from lobs.calibration.fisher import fisher_diagonal
-from lobs.calibration.forward import learn
+from lobs.calibration.forward import learn, length
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
@@ -109,7 +111,23 @@ class Session:
             run_store=self.store,
             key=self.calibration_key,
             required=False,
+            enough=self._enough(),
         )
+
+    def _enough(self) -> int | None:
+        """Return how many vectors for every column of a layer suffice; None: all are wanted.
+
+        The moments of a large network serve its error curves alone, and images give many windows.
+        One batch tells whether this is such a network.
+        """
+        options, layers = self.options, self.layers
+        later = options.inputs != "dense" and options.refit != "layers"
+        if not later or all(layer.positions == 1 for layer in layers):
+            return None
+        first = list(islice(self.batches, 1))
+        seen = collect_moments(self.model, first, list(layers), counts_only=True, required=False)
+        samples = seen.samples * (length(self.batches) or 1)
+        return None if affordable(_madds(layers, seen), samples, WORK) else ENOUGH
 
     def leave_unreached(self) -> None:
         """Leave layers that no batch reaches as they are; refuse them where they were named."""
@@ -331,8 +349,7 @@ class Session:
 
     def flops(self) -> float:
         """Return the multiply-adds of all layers for one sample."""
-        each = self._flops_each()
-        return sum(each[layer.name] / 2 * layer.weight.numel() for layer in self.layers)
+        return _madds(self.layers, self.calibration)
 
     def _curves(
         self, target: Sparsity | Budget, prices: Mapping[str, float] | None
@@ -397,6 +414,16 @@ class Session:
             layer.name: 2 * seen.count(layer.name) / samples * layer.uses_per_patch
             for layer in self.layers
         }
+
+
+def _madds(layers: Sequence[Layer], seen: Calibration) -> float:
+    """Return the multiply-adds of all layers that data reached, for one sample."""
+    samples = max(1, seen.samples)
+    return sum(
+        seen.count(layer.name) / samples * layer.uses_per_patch * layer.weight.numel()
+        for layer in layers
+        if layer.name in seen.moments
+    )
 
 
 def _curve_key(layer: Layer) -> str:

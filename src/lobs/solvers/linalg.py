@@ -55,6 +55,15 @@ def energy(x: Tensor) -> float:
     return sum(float(squares(piece.unsqueeze(0))) for piece in torch.split(x.reshape(-1), _PIECE))
 
 
+def squared_distance(x: Tensor, y: Tensor) -> float:
+    """Return Σ(x − y)² of two tensors of one shape, in float64, without a copy of the whole."""
+    pieces = (torch.split(z.reshape(-1), _PIECE) for z in (x, y))
+    return sum(
+        float((a.to(torch.float64) - b.to(torch.float64)).square().sum())
+        for a, b in zip(*pieces, strict=True)
+    )
+
+
 def rank(moment: Tensor) -> int:
     """Return the rank of a moment above the noise of float32 products."""
     return int(torch.linalg.matrix_rank(moment.to(torch.float64), rtol=1e-6, hermitian=True))

@@ -24,7 +24,7 @@ from lobs.layers import Layer, watching
 KEPT_BACK = 8  # one sample in so many is held out
 IN_MEMORY = 4 * 2**30  # bytes of activations that may stay in memory
 _WORTH_A_FILE = 2**16
-_ENOUGH = 64  # input vectors for every column of a layer; of images with more, some positions serve
+ENOUGH = 64  # input vectors for every column of a layer; of images with more, some positions serve
 
 LayerPair = tuple[Layer, Layer]
 Run = Callable[[], Any]
@@ -113,7 +113,7 @@ class Block(ABC):
                 if len(xs) != len(xs_hat):  # an expert that no token reaches any more
                     moments[before.name].unpaired(after, xs_hat)
                     continue
-                step = before.spacing(self.vectors.get(before.name, 0), _ENOUGH * before.columns)
+                step = before.spacing(self.vectors.get(before.name, 0), ENOUGH * before.columns)
                 for x, x_hat in zip(xs, xs_hat, strict=True):
                     moments[before.name].add(before, x, x_hat, step=step, start=number)
             yield
