@@ -51,6 +51,20 @@ def test_convolution_moment_is_the_hessian_of_the_running_layer(kind):
         torch.testing.assert_close(full[row, :, 1 - row], torch.zeros_like(full[row, :, row]))
 
 
+def test_of_large_images_some_windows_are_summed_and_all_are_counted():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, 3, padding=1, groups=1)
+    batches = [torch.randn(4, 3, 32, 32) for _ in range(8)]
+    whole = collect_moments(conv, batches)
+    some = collect_moments(conv, batches, enough=64)
+    used = some["model"].count
+    assert 64 * 27 <= used < whole["model"].count / 2
+    assert some.count("model") == whole.count("model") == 8 * 4 * 32 * 32
+    torch.testing.assert_close(some["model"].moment, whole["model"].moment, rtol=0.1, atol=0.08)
+    read = Moments.unpacked(some["model"].packed(), bias=True)
+    assert (read.count, read.left_out) == (used, 8 * 4 * 32 * 32 - used)
+
+
 def test_batch_split_and_order_do_not_matter():
     model, x = cnn(), torch.randn(24, 2, 5, 5).double()
     whole = collect_moments(model, [x])

@@ -430,7 +430,7 @@ def test_large_images_are_sampled_and_small_ones_are_not(monkeypatch):
     batches = [torch.randn(8, 3, 24, 24) for _ in range(8)]
     found = {}
     for enough in (64, 10**9):
-        monkeypatch.setattr(base, "_ENOUGH", enough)
+        monkeypatch.setattr(base, "ENOUGH", enough)
         found[enough] = pruned(dense, batches, refit="blocks")
     names = [layer.name for layer in found[64].layers]
     few, all_of_them = ({x.name: x.samples for x in found[e].layers} for e in (64, 10**9))

@@ -93,7 +93,11 @@ class Moments:
 
     def packed(self) -> dict[str, Tensor]:
         """Return the sums as tensors; `unpacked` restores them to the bit."""
-        return {"whole": self._whole, "sum": self._sum, "count": torch.tensor([self.count, self.left_out])}
+        return {
+            "whole": self._whole,
+            "sum": self._sum,
+            "count": torch.tensor([self.count, self.left_out]),
+        }
 
     @classmethod
     def unpacked(
