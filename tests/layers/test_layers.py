@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from lobs.errors import UnsupportedLayerError
-from lobs.layers import Conv2dLayer, LinearLayer, find_layers
+from lobs.layers import Conv2dLayer, LinearLayer, base, find_layers
 
 CONVOLUTIONS = {
     "plain": {},
@@ -198,6 +198,21 @@ def test_sampled_positions_are_windows_of_all_places(name):
                 columns[left::step] += 1
             torch.testing.assert_close(found, torch.cat(wanted, dim=1))
         assert len(set(rows.tolist())) == len(set(columns.tolist())) == 1
+
+
+def test_sampled_positions_of_many_images_come_in_few_pieces():
+    layer = find_layers(nn.Sequential(convolution()))[0]
+    x = torch.randn(6, 4, 49, 49, dtype=torch.float64)
+    assert [p.shape[1] for p in layer.sampled(x, 3, 0)] == [
+        sum(p.shape[1] for p in layer._taken(x, 3, 0))
+    ]
+
+
+def test_joined_pieces_hold_the_same_vectors_and_at_most_so_many_rows():
+    pieces = [torch.randn(2, n, 3) for n in (5, 1, 4, 9, 2, 2)]
+    found = list(base.joined(pieces, 8))
+    assert [p.shape[1] for p in found] == [6, 4, 9, 4]
+    assert torch.equal(torch.cat(found, dim=1), torch.cat(pieces, dim=1))
 
 
 def test_small_images_keep_all_positions():

@@ -439,3 +439,43 @@ def test_large_images_are_sampled_and_small_ones_are_not(monkeypatch):
     other = [torch.randn(8, 3, 24, 24)]
     distances = [compare(dense, found[e].model, other).output for e in (64, 10**9)]
     assert distances[0] < 1.1 * distances[1]
+
+
+SEEN = []  # whether each input of a `Reads` was channels-last
+
+
+class Reads(nn.Module):
+    """A block that notes the memory format of its input, and may insist on the usual one."""
+
+    def __init__(self, insists):
+        super().__init__()
+        self.conv, self.more = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+        self.insists = insists
+
+    def forward(self, x):
+        SEEN.append(not x.is_contiguous())
+        if self.insists:
+            x = x.view(len(x), -1).view_as(x)
+        return x + self.more(torch.relu(self.conv(x)))
+
+
+@pytest.mark.parametrize("insists", [False, True])
+def test_images_flow_through_blocks_channels_last_where_these_take_it(insists):
+    torch.manual_seed(0)
+    SEEN.clear()
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), *(Reads(insists) for _ in range(3))).eval()
+    result = pruned(model, [torch.randn(4, 3, 8, 8) for _ in range(8)])
+    assert "block by block" in result.settings["refit"]
+    assert sum(SEEN) == 1 if insists else sum(SEEN) > 50  # one try
+    assert all(w.is_contiguous() for w in result.model.state_dict().values())
+
+
+def test_the_change_of_a_large_network_is_measured_on_some_of_the_inputs():
+    batches = [x.repeat(6, 1) for x in data(40)]  # 40 batches of 300 samples
+    result = pruned(tower(), batches, inputs="asymmetric")
+    assert result.settings["samples"] == 12_000
+    measured = result.settings["measured samples"]
+    assert 256 <= measured <= 600
+    assert f"{measured:,} calibration samples" in result.summary()
+    some = compare(tower(), result.model, batches[:: 12_000 // 256])
+    assert result.certificate.measured == pytest.approx(some.output)

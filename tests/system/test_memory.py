@@ -508,3 +508,10 @@ def test_the_promise_is_kept_within_a_tenth(promised):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 1.1 * memory.parse(promised)
+
+
+def test_a_tensor_comes_back_in_its_memory_format():
+    images = torch.randn(6, 5, 4, 3).to(memory_format=torch.channels_last)
+    kept = memory.Shelf().put(images)
+    for found, wanted in ((kept.load(), images), (kept[2:5].load(), images[2:5])):
+        assert torch.equal(found, wanted) and found.stride() == wanted.stride()

@@ -171,12 +171,18 @@ class Shelf:
 
     def put(self, tensor: Tensor) -> Shelved:
         """Write a tensor to the file and return a handle that loads it."""
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu()
+        channels_last = (
+            tensor.dim() == 4
+            and not tensor.is_contiguous()
+            and tensor.is_contiguous(memory_format=torch.channels_last)
+        )
+        flat = tensor.permute(0, 2, 3, 1) if channels_last else tensor.contiguous()
         with _file_errors():
             start = self._file.seek(0, 2)
-            self._file.write(_raw(tensor))
+            self._file.write(_raw(flat))
             self._file.flush()
-        return Shelved(self, start, tensor.dtype, tuple(tensor.shape))
+        return Shelved(self, start, tensor.dtype, tuple(tensor.shape), channels_last)
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill a contiguous tensor from the bytes at `start`."""
@@ -196,9 +202,14 @@ class Shelved:
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    channels_last: bool = False  # the memory format, which it comes back in
 
     def load(self, into: Tensor | None = None) -> Tensor:
         """Return the tensor, read into new memory or into a contiguous tensor of its size."""
+        if self.channels_last and into is None:
+            out = torch.empty(self.shape, dtype=self.dtype, memory_format=torch.channels_last)
+            self.shelf.read(self.start, out.permute(0, 2, 3, 1))
+            return out
         out = torch.empty(self.shape, dtype=self.dtype) if into is None else into
         self.shelf.read(self.start, out)
         return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,25 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
+
+
+class Every(Batches):
+    """Every so many of some batches, from the first on."""
+
+    def __init__(self, whole: Batches, every: int) -> None:
+        super().__init__(whole.source, whole.name)
+        self._whole, self._every = whole, every
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._whole, 0, None, self._every)
+
+    @property
+    def steady(self) -> bool:
+        """See `Batches`."""
+        return self._whole.steady
+
+    def __len__(self) -> int:
+        return (len(self._whole) + self._every - 1) // self._every
 
 
 def _sampled(value: Any, before: int) -> int:

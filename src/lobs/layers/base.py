@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -32,6 +32,23 @@ PIECE_ROWS = 2**13
 
 OnInput = Callable[[Tensor], None]
 OnOutput = Callable[[Tensor], Tensor | None]
+
+
+def joined(pieces: Iterable[Tensor], rows: int) -> Iterator[Tensor]:
+    """Join small pieces of shape (groups, n, columns), up to some rows: fewer products are faster.
+
+    Args:
+        pieces: the pieces.
+        rows: vectors of a joined piece, at most; a longer piece stays alone.
+    """
+    held: list[Tensor] = []
+    for piece in pieces:
+        if held and sum(p.shape[1] for p in held) + piece.shape[1] > rows:
+            yield torch.cat(held, dim=1)
+            held.clear()
+        held.append(piece)
+    if held:
+        yield torch.cat(held, dim=1)
 
 
 @dataclass(frozen=True)

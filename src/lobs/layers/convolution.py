@@ -16,6 +16,7 @@ from lobs.layers import base
 from lobs.layers.base import Layer
 
 _LEAST_POSITIONS = 8  # of a line, that stay where positions are sampled
+_WIDE = 1024  # columns above which larger pieces pay: their products are added to a large moment
 
 
 class WindowedLayer(Layer):
@@ -83,6 +84,16 @@ class WindowedLayer(Layer):
 
         Images take turns in where they begin, so that rows and columns of all places count alike.
         """
+        pieces = self._taken(x, step, start)
+        yield from pieces if step == 1 else base.joined(pieces, self._piece_rows)
+
+    @property
+    def _piece_rows(self) -> int:
+        """Return how many windows are copied at a time."""
+        most = base.PIECE_ELEMENTS * (4 if self.columns > _WIDE else 1)
+        return max(1, min(base.PIECE_ROWS, most // max(1, self.groups * self.columns)))
+
+    def _taken(self, x: Tensor, step: int, start: int) -> Iterator[Tensor]:
         n = self.dimensions
         windows = self.windows(x if x.dim() == n + 2 else x.unsqueeze(0))
         sizes = windows.shape[2 : 2 + n]
@@ -100,7 +111,7 @@ class WindowedLayer(Layer):
         wide = windows.shape[3 : 2 + n].numel()
         by_group = windows.unflatten(1, (g, channels // g))  # type: ignore[no-untyped-call]
         order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
-        budget = max(1, min(base.PIECE_ROWS, base.PIECE_ELEMENTS // max(1, g * self.columns)))
+        budget = self._piece_rows
         images = max(1, budget // max(1, high * wide))
         lines = max(1, min(high, budget // max(1, wide)))
         for b in range(0, batch, images):

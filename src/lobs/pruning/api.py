@@ -249,6 +249,7 @@ def _settings(session: Session, run: Run, trials: list[Trial], calibrated: float
     numerics = asked.numerics
     settings: dict[str, Any] = {
         "samples": session.calibration.samples,
+        "measured samples": run.compare().samples,
         "calibration seconds": round(calibrated, 2),
         "target": repr(asked.target),
         "solver": repr(asked.solver),

@@ -14,6 +14,7 @@ from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs._system.run_log import log_event, phase
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
+from lobs.calibration.batches import Every, guarded
 from lobs.calibration.blocks import Repeated, in_blocks, layers_of
 from lobs.calibration.comparison import Comparison, LayerDistance
 from lobs.calibration.layer_problem import asymmetric_problem, histogram, kept_share
@@ -34,6 +35,9 @@ from lobs.solvers import Auto, ColumnSweep, solve
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, joined
 from lobs.targets import Sparsity, Target
+
+# Inputs of a large network, and vectors that reach each layer, on which the change is measured.
+_MEASURED_SAMPLES, _MEASURED_VECTORS = 16, 256
 
 Plan = Mapping[str, Target | None]
 
@@ -142,9 +146,18 @@ class Run:
         self.comparison = None
 
     def compare(self) -> Comparison:
-        """Return the distance from the dense network, measured once."""
+        """Return the distance from the dense network, measured once.
+
+        A few hundred inputs tell it for a large network, whose passes are dear.
+        """
+        session, every = self.session, 1
+        if self.comparison is None and isinstance(self.refit, BlockRefits):
+            seen = session.calibration
+            fewest = min((seen.count(x.name) for x in session.layers if not x.routed), default=0)
+            every = max(1, min(seen.samples // _MEASURED_SAMPLES, fewest // _MEASURED_VECTORS))
         if self.comparison is None:
-            self.comparison = self._new_comparison().over(self.session.batches)
+            some = session.batches if every == 1 else Every(guarded(session.batches), every)
+            self.comparison = self._new_comparison(every > 1).over(some)
         return self.comparison
 
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
@@ -160,7 +173,7 @@ class Run:
         calibration, inputs = session.calibration, session.options.inputs
         if inputs == "asymmetric":
             errors = {
-                name: network_error(distance, calibration.samples)
+                name: network_error(distance, comparison.samples)
                 for name, distance in comparison.layers.items()
             }
             return certificate(comparison, calibration, errors, held_out=held_out, absorbed=True)
@@ -340,13 +353,18 @@ class Run:
     def _any_removed(self) -> bool:
         return any(self.removed().values())
 
-    def _new_comparison(self) -> Comparison:
-        """Return an empty comparison; with asymmetric inputs of every layer too."""
+    def _new_comparison(self, partly: bool = False) -> Comparison:
+        """Return an empty comparison; with asymmetric inputs of every layer too.
+
+        Args:
+            partly: it will see a part of the data.
+        """
         session, pairs = self.session, []
         if session.options.inputs == "asymmetric":
             layers = self.layers()
             pairs = [(x, layers[x.name]) for x in session.layers if not x.routed]
-        return Comparison(session.model, self.model, pairs, session.calibration.samples)
+        expected = None if partly else session.calibration.samples
+        return Comparison(session.model, self.model, pairs, expected)
 
 
 def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lobs._system import memory
 from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
 from lobs._system.progress import track
-from lobs.calibration.blocks.base import ENOUGH
 from lobs.calibration.collect import Calibration, collect_moments, never_reached
 from lobs.calibration.fisher import fisher_diagonal
 from lobs.calibration.forward import learn, length
@@ -36,7 +35,8 @@ from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
-_INFLUENCE_SAMPLES = 256  # of a large network, about; its output influence varies little
+_INFLUENCE_SAMPLES = 96  # of a large network, about; its output influence varies little
+_CURVE_VECTORS = 16  # input vectors for every column that error curves of a large network need
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ class Session:
         first = list(islice(self.batches, 1))
         seen = collect_moments(self.model, first, list(layers), counts_only=True, required=False)
         samples = seen.samples * (length(self.batches) or 1)
-        return None if affordable(_madds(layers, seen), samples, WORK) else ENOUGH
+        return None if affordable(_madds(layers, seen), samples, WORK) else _CURVE_VECTORS
 
     def leave_unreached(self) -> None:
         """Leave layers that no batch reaches as they are; refuse them where they were named."""

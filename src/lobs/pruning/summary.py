@@ -88,7 +88,7 @@ def _change(result: PruningRecord) -> str:
         parts.append(f"{shown(found.held_out)} on held-out inputs")
     if bound not in (None, measured):  # a bound that equals the measurement adds nothing
         parts.append(f"at most {bound} proven")
-    samples = result.settings.get("samples")
+    samples = result.settings.get("measured samples", result.settings.get("samples"))
     unit = "root mean square" if found.output_norm is None else "of the output's norm"
     unit += f", {samples:,} calibration samples" if samples else ""
     line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."

@@ -11,7 +11,7 @@ reached by running the network, too.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -174,13 +174,18 @@ class Streams:
         self.held, shelf = 0, memory.Shelf()
         counts = process_group().all_gather(length(self.batches) or 0)
         total, first = sum(counts), sum(counts[: process_group().rank])
+        layout: torch.memory_format | None = None
         for number, batch in enumerate(self.batches, start=first):
             parts: list[slice] = []
             for side, model in enumerate(self.models):
                 x, others = captured(model, batch, self.row)
+                if layout is None:
+                    layout = self._layout(x, others)
                 parts = parts or self._parts(x, others[self.row.blocks[0]], total)
                 for part in parts:
-                    self.values[side].append(self.keep(x[part].clone(), shelf))
+                    form = layout if x.dim() == 4 else torch.preserve_format
+                    own = x[part].clone(memory_format=form)
+                    self.values[side].append(self.keep(own, shelf))
                     self.arguments[side].append(
                         {name: found.rows(part, len(x)) for name, found in others.items()}
                         if len(parts) > 1
@@ -212,6 +217,31 @@ class Streams:
             for out, part in zip(outs[1:], parts, strict=True)
         )
         return parts if agree else whole
+
+    def _layout(self, x: Tensor, others: Mapping[str, Arguments]) -> torch.memory_format:
+        """Return channels-last for images on a CPU, where convolutions are faster with it.
+
+        The row is run both ways: blocks may take the one format only.
+        """
+        if x.dim() != 4 or x.device.type != "cpu" or x.dtype != torch.float32:
+            return torch.preserve_format
+        try:
+            usual, other = (
+                self._through(x.clone(memory_format=layout), others)
+                for layout in (torch.preserve_format, torch.channels_last)
+            )
+        except Exception:  # the user's block may refuse a format in any way
+            return torch.preserve_format
+        agree = torch.allclose(usual, other, 1e-2, 1e-4)
+        return torch.channels_last if agree else torch.preserve_format
+
+    def _through(self, x: Tensor, others: Mapping[str, Arguments]) -> Tensor:
+        """Return what the dense network's row gives for one batch."""
+        for name in self.row.blocks:
+            out = flowing(others[name].run(self.module(0, name), x, seed_of(name, 0)))
+            assert out is not None  # the first look at the row has checked it
+            x = out
+        return x
 
     def module(self, side: int, name: str) -> nn.Module:
         """Return a block of one network."""
