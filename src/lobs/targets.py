@@ -399,27 +399,36 @@ class Structured(Pattern):
     the best constant. A single number then leaves the last layer whole (for units) or the first
     (for inputs): those are the network's own outputs and inputs.
 
+    Whole experts leave a mixture of experts at once, so `prune` returns a smaller network. Those go
+    whose absence changes the mixture's output least. The others are refitted.
+
     Args:
-        fraction: share of units or channels to remove, or a mapping by layer name or glob.
-        what: "units" or "inputs". A channel covers all kernel positions, in every row.
+        fraction: share of units, channels or experts to remove; for the first two, a mapping by
+            layer name or glob works too.
+        what: "units", "inputs" or "experts". A channel covers all kernel positions, in every row.
     """
 
     solved_by: ClassVar[str] = "lobs.solvers.patterns.structured"
     ordered: ClassVar[bool] = True
     fraction: float | Mapping[str, float]
-    what: Literal["units", "inputs"] = "units"
+    what: Literal["units", "inputs", "experts"] = "units"
 
     def __post_init__(self) -> None:
         _check_fractions(self.fraction, "Structured")
-        if self.what not in ("units", "inputs"):
-            raise TargetError(f"what is '{self.what}': use 'units' or 'inputs'.")
+        if self.what not in ("units", "inputs", "experts"):
+            raise TargetError(f"what is '{self.what}': use 'units', 'inputs' or 'experts'.")
 
     def count(self, n: int) -> int:
         """Return how many of `n` units or channels go."""
         return math.floor(_single(self.fraction, "Structured") * n + 0.5)
 
     def check_layer(self, name: str, groups: int, rows: int, columns: int) -> None:
-        """Refuse a layer of so few units that all would go."""
+        """Refuse a layer of so few units that all would go, and experts, which no layer holds."""
+        if self.what == "experts":
+            raise TargetError(
+                "what='experts' takes experts out of a whole network in memory: call "
+                "lobs.prune(model, batches, lobs.Structured(…, what='experts'))."
+            )
         n = groups * rows if self.what == "units" else columns
         if self.fraction != 1 and n and self.count(n) == n:
             raise TargetError(

@@ -141,6 +141,20 @@ def certificate(
         found = _bound(dense, pruned, calibration, errors, dense_gains, absorbed)
     except lipschitz.NotAChainError as error:
         found = bound.refuse(str(error))
+    return beside(found, comparison, held_out)
+
+
+def beside(
+    found: Certificate, comparison: Comparison, held_out: Iterable[Any] | None
+) -> Certificate:
+    """Put the measured distances beside a bound.
+
+    Args:
+        found: the bound, or why there is none.
+        comparison: the two networks, compared over the calibration data.
+        held_out: other inputs to measure the distance on.
+    """
+    dense, pruned = comparison.dense, comparison.pruned
     moved, guarantee = (None, None) if held_out is None else _held_out(dense, pruned, held_out)
     return replace(
         found,

@@ -76,6 +76,11 @@ class PatternChoice:
             )
         if self.block is not None:
             return Block(amount.fraction(), _sides(self.block))
+        if self.structured == "experts":
+            raise TargetError(
+                "experts leave a network in Python: "
+                "lobs.prune(model, batches, lobs.Structured(0.25, what='experts'))."
+            )
         return Structured(amount.fraction(), self.structured)  # type: ignore[arg-type]  # checked there
 
     def _check(self, amount: Amount) -> None:

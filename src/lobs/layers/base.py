@@ -81,6 +81,14 @@ class Part:
         return owner, self.start, self.stop
 
 
+class Absent(Part):
+    """Stand for a bias that there is none of."""
+
+    def parameter(self, module: nn.Module) -> Any:
+        """Return None."""
+        return None
+
+
 @dataclass(frozen=True, eq=False)
 class Layer(ABC):
     """Hold one prunable matrix of weights, its name in the network, and the module that uses it.

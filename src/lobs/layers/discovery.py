@@ -26,6 +26,8 @@ from lobs.layers.functional import (
     functional_layer,
 )
 from lobs.layers.linear import FlippedLinearLayer, LinearLayer, flipped_linear_class
+from lobs.layers.recurrent import recurrent_layers
+from lobs.layers.recurrent_forward import RECURRENT, ObservedRecurrence
 from lobs.layers.transposed import ConvTranspose1dLayer, ConvTranspose2dLayer, ConvTranspose3dLayer
 from lobs.layers.uses import Learnt, learnt
 
@@ -39,7 +41,12 @@ VIEWS: dict[type[nn.Module], type[Layer]] = {
     nn.ConvTranspose2d: ConvTranspose2dLayer,
     nn.ConvTranspose3d: ConvTranspose3dLayer,
 }
-KINDS = "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention and transformers' Conv1D"
+KINDS = (
+    "Linear, Conv1d/2d/3d, ConvTranspose1d/2d/3d, MultiheadAttention, LSTM, GRU, RNN and their "
+    "cells, and transformers' Conv1D"
+)
+# Modules that hold several layers.
+SEVERAL = (nn.MultiheadAttention, *RECURRENT)
 
 
 def as_layer(name: str, module: nn.Module) -> Layer | None:
@@ -67,6 +74,8 @@ def all_layers(model: nn.Module) -> list[Layer]:
         views: Sequence[Layer] = []
         if isinstance(module, nn.MultiheadAttention):
             views = attention_layers(name, module)
+        elif isinstance(module, RECURRENT):
+            views = recurrent_layers(name, module)
         elif id(module) not in inside_attention and (alone := as_layer(name, module)):
             views = [alone]
         for view in views:
@@ -107,8 +116,8 @@ def _is_function(model: nn.Module, use: Use, known: Learnt) -> bool:
     """Return whether a weight is used in no other way, and not by a module that lobs knows."""
     owner = model.get_submodule(use.weight.key.rpartition(".")[0])
     itself = owner is model.get_submodule(use.site)
-    attention = isinstance(owner, nn.MultiheadAttention)
-    return not (attention or use.weight.key in known.others or (itself and is_plain_layer(owner)))
+    several = isinstance(owner, SEVERAL)
+    return not (several or use.weight.key in known.others or (itself and is_plain_layer(owner)))
 
 
 def open_questions(model: nn.Module) -> bool:
@@ -321,10 +330,10 @@ def _unsupported(layer: Layer) -> str:
 
 
 def _overridden(module: nn.Module) -> bool:
-    """Return whether an attention's `forward` was replaced by other code."""
+    """Return whether the `forward` of a module of several layers was replaced by other code."""
     forward = module.__dict__.get("forward")
-    return isinstance(module, nn.MultiheadAttention) and not isinstance(
-        forward, ObservedAttention | NoneType
+    return isinstance(module, SEVERAL) and not isinstance(
+        forward, ObservedAttention | ObservedRecurrence | NoneType
     )
 
 
@@ -345,7 +354,7 @@ def _has_known_forward(module: nn.Module) -> bool:
 
 def _known_class(module: nn.Module) -> type:
     """Return the class whose forward pass `lobs` knows and a module inherits."""
-    known = (*VIEWS, nn.MultiheadAttention)
+    known = (*VIEWS, *SEVERAL)
     return (
         next((c for c in known if isinstance(module, c)), None)
         or flipped_linear_class(module)
@@ -355,7 +364,7 @@ def _known_class(module: nn.Module) -> type:
 
 def is_parametrised(module: nn.Module) -> bool:
     """Return whether a module of a known kind computes its weight anew in every pass."""
-    known = as_layer("", module) is not None or isinstance(module, nn.MultiheadAttention)
+    known = as_layer("", module) is not None or isinstance(module, SEVERAL)
     return known and (parametrize.is_parametrized(module) or bool(old_hooks(module)))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.overrides import TorchFunctionMode
 
-from lobs.layers.base import OnInput, OnOutput, Part
+from lobs.layers.base import Absent, OnInput, OnOutput, Part
 from lobs.layers.convolution import ConvolutionLayer
 from lobs.layers.hooks import Undo
 from lobs.layers.linear import LinearLayer
@@ -56,14 +56,6 @@ class Place:
         """Return the part, which is the parameter itself where it has `whole` rows."""
         every = self.start == 0 and self.stop == whole
         return Part(self.key) if every else Part(self.key, self.start, self.stop)
-
-
-class _Absent(Part):
-    """Stand for a bias that there is none of."""
-
-    def parameter(self, module: nn.Module) -> Any:
-        """Return None."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -223,7 +215,7 @@ class _Observed:
     def bias_part(self) -> Part:
         """Return the place of the bias; a part that is None where there is none."""
         bias = self.use.bias
-        return _Absent("bias") if bias is None else bias.part(self._whole(bias))
+        return Absent("bias") if bias is None else bias.part(self._whole(bias))
 
     @property
     def routed(self) -> bool:

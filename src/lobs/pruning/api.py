@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from lobs.layers.folding import folded
 from lobs.layers.hooks import nothing_left
 from lobs.layers.untouched import buffers_kept
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
+from lobs.pruning.experts import prune_experts
 from lobs.pruning.feasibility import empty_target, warn_of
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
@@ -35,7 +36,7 @@ from lobs.pruning.run import Run, run_rounds
 from lobs.pruning.session import Session
 from lobs.solvers.solution import Solution
 from lobs.storage.run_store import fingerprint, open_run_store
-from lobs.targets import Budget, Pattern, Target
+from lobs.targets import Budget, Pattern, Structured, Target, wanted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,6 +74,8 @@ def prune(
     began = time.perf_counter()
     dense = _plain(model, options, inplace)
     data = fitted(dense, batches)
+    if _asks_for_experts(target, keep, inplace):
+        return prune_experts(dense, data, target, options, held_out=held_out, progress=progress)
     asked = checked(dense, target, options, keep, data)
     other = None if held_out is None else fitted(dense, held_out, again=False, name="held_out")
     data, choosing, other, kept_for = _kept_back(asked, data, other)
@@ -109,9 +112,23 @@ def _plain(model: nn.Module, options: PruneOptions, inplace: bool) -> nn.Module:
     if not any(map(is_parametrised, model.modules())):
         return model
     dense = folded(model, options.get("layers"), options.get("skip", ()))
-    if inplace and dense is not model:
-        raise LobsError("parametrised weights cannot be written in place: use inplace=False.")
+    _refuse_in_place(
+        inplace and dense is not model, "parametrised weights cannot be written in place"
+    )
     return dense
+
+
+def _asks_for_experts(target: Target | None, keep: Any, inplace: bool) -> TypeGuard[Structured]:
+    if not (isinstance(target, Structured) and target.what == "experts"):
+        return False
+    wanted(target, keep)  # which refuses both
+    _refuse_in_place(inplace, "a network with fewer experts is smaller and cannot be written back")
+    return True
+
+
+def _refuse_in_place(asked: bool, reason: str) -> None:
+    if asked:
+        raise LobsError(f"{reason}: use inplace=False.")
 
 
 def _pruned(session: Session) -> tuple[Run, list[Trial]]:

@@ -17,6 +17,7 @@ from lobs.targets import (
     Budget,
     Pattern,
     Sparsity,
+    Structured,
     Target,
     check_names,
     for_layer,
@@ -57,6 +58,8 @@ def check(
             check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
     _check_empty(target, prunable(layers, prune_bias))
     match target:
+        case Structured(what="experts"):
+            target.check_layer("", 1, 1, 1)  # which says what to call
         case Pattern() if target.table is not None or not target.ordered:
             check_pattern(target, layers)
         case Sparsity(scope="network") | Budget():

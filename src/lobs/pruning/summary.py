@@ -121,6 +121,10 @@ def _notes(result: PruningRecord) -> list[str]:
         lines.append(f"Damping λ: {', '.join(damped)}.")
     if result.batch_norm is not None:
         lines.append(f"Batch norm: {result.batch_norm}.")
+    if "experts" in settings:
+        before, removed = settings["experts"]["before"], settings["experts"]["removed"]
+        left = before - len(next(iter(removed.values())))
+        lines.append(f"Experts: {before:,} → {left:,} in each of {len(removed):,} mixtures.")
     if "refit" in settings:
         lines.append(f"Refit: {settings['refit']}.")
     rare = settings.get("rarely used", {})

@@ -86,6 +86,8 @@ class BlockRefits:
 
     def __str__(self) -> str:
         then = "" if self.whole is None else f"; {self._then(self.whole)}"
+        if not self.blocks and self.whole is not None:
+            return str(self.whole)
         moved = [block for block in self.blocks if block.moved]
         if self.reason:
             return f"layer by layer ({self.reason}){then}"

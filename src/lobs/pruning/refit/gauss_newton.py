@@ -24,6 +24,7 @@ from lobs.calibration.forward import batch_size, call, main_output, plain_input
 from lobs.errors import LobsError, ProcessGroupError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
+from lobs.layers.recurrent_forward import step_by_step
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
 from lobs.solvers.least_squares import conjugate_gradients
 
@@ -301,9 +302,14 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 
 
 @contextmanager
-def differentiable() -> Iterator[None]:
-    """Disable fused attention kernels, which have no forward derivative, and torch's warnings."""
-    with watching([Handle.of()]), sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """Disable fused kernels, which have no forward derivative, and torch's warnings."""
+    with (
+        watching([Handle.of()]),
+        sdpa_kernel(SDPBackend.MATH),
+        step_by_step(model),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
         yield
 

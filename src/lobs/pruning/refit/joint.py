@@ -155,7 +155,7 @@ def refit_jointly(
         return JointRefit(reason=f"weights are {str(kind).removeprefix('torch.')}")
     survivors = Survivors(model, dense, layers, free)
     try:
-        with evaluating(model), evaluating(dense), differentiable():
+        with evaluating(model), evaluating(dense), differentiable(model):
             return _move(survivors, batches, samples, madds, work)
     except ImpossibleError as error:
         survivors.write(survivors.at)
