@@ -126,7 +126,7 @@ def _kept_back(
     asked: Options, data: Batches, other: Batches | None
 ) -> tuple[Batches, Batches | None, Batches | None, dict[str, str]]:
     """Return the inputs that prune, choose and certify, and what some were kept back for."""
-    if not (isinstance(asked.target, Budget) and asked.target.by_agreement):
+    if not (isinstance(asked.target, Budget) and asked.target.label_free):
         return data, None, other, {}
     pruning, choosing, certifying = divided(data, certify=other is None)
     if other is not None:
