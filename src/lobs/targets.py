@@ -120,8 +120,8 @@ class Budget(_Brief):
 
     Args:
         parameters: how many weights to keep.
-        bytes: size of the network with kept weights in their own type behind a bit mask, and
-            everything else dense. A file's header comes on top: some hundred bytes for each tensor.
+        bytes: size of the compact file that `PruningResult.export` writes, with its header. The
+            summary says so where a number leaves no room for one and counts tensors alone.
         flops: operations that one input may cost in the pruned layers, two for every use of a kept
             weight.
         drop: how far the score may fall. The smallest network within it is searched.

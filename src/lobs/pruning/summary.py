@@ -152,6 +152,15 @@ def _notes(result: PruningRecord) -> list[str]:
         lines.append(
             f"Rarely used experts, with the number of their tokens: {seen}. Calibrate on more data."
         )
+    if "header" in settings:
+        lines.append(
+            "The budget counts tensors alone: it leaves no room for a compact file's header of up "
+            f"to {settings['header']:,} bytes."
+        )
+    lost = settings.get("underflow", {})
+    if lost:
+        seen = ", ".join(f"{printable(name)} ({count:,})" for name, count in lost.items())
+        lines.append(f"Kept weights that half precision rounds to zero: {seen}.")
     if "time" in settings:
         lines.append(_speed(settings["time"]))
     if "trials" in settings:
