@@ -120,8 +120,8 @@ class Budget(_Brief):
 
     Args:
         parameters: how many weights to keep.
-        bytes: size of the network with kept weights in their own type behind a bit mask, and
-            everything else dense. A file's header comes on top: some hundred bytes for each tensor.
+        bytes: size of the compact file that `PruningResult.export` writes, with its header. The
+            summary says so where a number leaves no room for one and counts tensors alone.
         flops: operations that one input may cost in the pruned layers, two for every use of a kept
             weight.
         drop: how far the score may fall. The smallest network within it is searched.
@@ -131,8 +131,9 @@ class Budget(_Brief):
         keep_at_least: smallest kept fraction of layers, by name or glob.
         keep_at_most: largest kept fraction of layers, by name or glob.
         evaluate: a function from a network to its score, larger is better. It goes with `drop`.
-            By default the score is agreement with the dense network on kept-back inputs: the share
-            of equal top answers or next tokens, or else 1 less the output's relative change.
+            By default the drop is the accuracy that changed answers are expected to lose on
+            kept-back inputs, by the dense network's own probabilities. For outputs that are no
+            answers it is the relative change.
         rounds: number of allocation rounds, as for `Sparsity`. Each trial of `drop` takes one.
         batch: number of samples that are timed, with `latency` or `speedup`.
     """
@@ -192,7 +193,7 @@ class Budget(_Brief):
             if not 0 < self.drop < 1:
                 raise TargetError(
                     f"Budget drop is {self.drop:g}, which needs evaluate=…: without evaluate it is "
-                    "the share of answers that may change, such as 0.005."
+                    "the accuracy that may be lost, such as 0.005."
                 )
         elif not callable(self.evaluate):
             raise TargetError(
@@ -211,8 +212,8 @@ class Budget(_Brief):
             raise TargetError(f"Budget batch is {self.batch!r}: it is a whole number, at least 1.")
 
     @property
-    def by_agreement(self) -> bool:
-        """Return whether networks are judged by their agreement with the dense one."""
+    def label_free(self) -> bool:
+        """Return whether networks are judged by the dense network's answers, without labels."""
         return self.drop is not None and self.evaluate is None
 
     @property

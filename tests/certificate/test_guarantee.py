@@ -121,7 +121,7 @@ def test_inputs_that_are_too_few_for_a_tolerance_are_refused_before_any_trial():
     model, batches = classifier()
     with pytest.raises(LobsError, match=r"750 kept-back inputs cannot show .* at least 2,7\d\d"):
         lobs.prune(model, batches, Budget(drop=0.005), progress=False)
-    with pytest.raises(LobsError, match="without evaluate it is the share of answers"):
+    with pytest.raises(LobsError, match="without evaluate it is the accuracy that may be lost"):
         Budget(drop=2.0)
 
 

@@ -72,6 +72,15 @@ def lose(groups, whole, losses, seed):
     pytest.fail(f"only {done} kills of {3 * losses} came in time")
 
 
+def test_an_error_in_the_score_reaches_all_processes_as_itself(groups):
+    words = ["prune", "mine:without_labels", "--drop", "1%", "--out", "none"]
+    codes, _ = groups.ended([*words, "--time-out", "60"])
+    assert codes == [1, 1, 1]
+    for told in groups.errors(range(3)):
+        assert "the labels are on another disk" in told and "has lost another" not in told
+    assert not (groups.folder / "none").exists()
+
+
 def test_a_process_killed_at_any_moment_is_named_and_the_rerun_has_the_same_bits(groups, whole):
     lose(groups, whole, 1, seed=0)
 

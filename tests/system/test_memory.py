@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 
@@ -281,6 +282,32 @@ def test_too_little_memory_names_the_layer_the_number_and_the_remedy():
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
     )
+
+
+@pytest.mark.parametrize("given", ["100MB", "600 MiB", "700MB"])
+@pytest.mark.parametrize("work", ["forecast", "prune"])
+def test_memory_that_is_advised_is_enough(given, work):
+    """The second call is made later, when more may be resident."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(1100, 40), nn.ReLU(), nn.Linear(40, 4))
+    data, asked = [torch.randn(200, 1100)], given
+    for attempt in range(2):
+        how = {"execution": lobs.Execution(memory=asked), "refit": "layers"}
+        try:
+            if work == "forecast":
+                lobs.forecast(wide, data, keep=0.5, **how)
+            else:
+                lobs.prune(wide, data, keep=0.5, progress=False, solver="columns", **how)
+            return
+        except LobsError as error:
+            assert attempt == 0, error
+            asked = re.search(r"Allow (.*?), or skip", str(error))[1]
+    pytest.fail("the advice was refused")
+
+
+def test_advised_sizes_are_rounded_up():
+    for count in (1, 999_999, 705_400_000, 998_999_999, 999_000_001, 8_001_000_000, 10**13 + 1):
+        assert memory.parse(memory.enough(max(count, 2**20))) >= count
 
 
 def test_a_forecast_says_what_will_be_done_and_touches_nothing():

@@ -87,6 +87,17 @@ def spelled(count: float) -> str:
     return f"{count:.2f} GB"
 
 
+def enough(count: float) -> str:
+    """Return a number of bytes as text that `parse` reads as no less.
+
+    >>> enough(705_400_000), enough(8_001_000_000)
+    ('706 MB', '8.01 GB')
+    """
+    if count < 999e6:
+        return f"{math.ceil(count / 1e6)} MB"
+    return f"{math.ceil(count / 1e7) / 100:.2f} GB"
+
+
 @contextmanager
 def limited(total: int | None, taken: int = 0) -> Iterator[None]:
     """Limit the resident memory of this block to `total` bytes; None sets no limit.

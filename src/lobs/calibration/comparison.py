@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from lobs.calibration.forward import (
     padded,
     without_padding,
 )
+from lobs.calibration.per_sample import PerSample, applied
 from lobs.layers import Layer, watching
 from lobs.solvers import linalg
 
@@ -65,6 +66,8 @@ class Comparison:
         layers: pairs of a dense layer and its pruned one whose outputs are compared too.
         expected: number of samples that the data must hold. With another number `output` is None,
             because an iterable that can be read only once has nothing left to compare.
+        same_inputs: pairs of layers whose outputs are compared, sample by sample, for one input.
+            They get the inputs of the first layer of each pair, in its own network.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class Comparison:
         pruned: nn.Module,
         layers: Sequence[tuple[Layer, Layer]] = (),
         expected: int | None = None,
+        same_inputs: Sequence[tuple[Layer, Layer]] = (),
     ) -> None:
         self.dense, self.pruned, self.pairs, self.expected = dense, pruned, layers, expected
+        self.same_inputs, self.per_sample = same_inputs, PerSample()
         self.samples = 0
         self.steady = True  # the batches were those of earlier passes
         self.output: float | None = None  # root mean square over the samples
@@ -84,15 +89,17 @@ class Comparison:
         self._sums = {before.name: [0.0, 0.0, 0] for before, _ in layers}
         self._outputs: dict[str, list[Tensor]] = {}
 
-    def add(self, batch: Any) -> None:
-        """Run both networks on a batch and add their distance."""
+    def add(self, batch: Any) -> tuple[Any, Any]:
+        """Run both networks on a batch, add their distance, and return what they answer."""
         self._outputs.clear()
-        with padded(masks_of(batch)):
-            first = _run(self.dense, batch, [(before, self._note) for before, _ in self.pairs])
-            second = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
+        with padded(masks_of(batch)), self._on_same_inputs():
+            before = _run(self.dense, batch, [(before, self._note) for before, _ in self.pairs])
+            after = _run(self.pruned, batch, [(after, self._compare) for _, after in self.pairs])
+            first, second = (_data_of(answer) for answer in (before, after))
         for name, left in self._outputs.items():
             self._sums[name][2] += math.inf if left else 0
         self.add_outputs(first, second, batch_size(batch))
+        return before, after
 
     def add_outputs(self, first: Tensor | None, second: Tensor | None, count: int) -> None:
         """Add the distance of two outputs.
@@ -108,6 +115,15 @@ class Comparison:
             self._total += linalg.squared_distance(first, second)
             self._energy += linalg.energy(first)
         self.samples += count
+        self.per_sample.end(first, count)
+
+    def like(self, names: Collection[str]) -> Comparison:
+        """Return an empty comparison of the same networks, with those pairs that are named."""
+        pairs, same = (
+            [pair for pair in found if pair[0].name in names]
+            for found in (self.pairs, self.same_inputs)
+        )
+        return Comparison(self.dense, self.pruned, pairs, same_inputs=same)
 
     def over(self, batches: Iterable[Any]) -> Comparison:
         """Add all batches and compute the results."""
@@ -148,8 +164,47 @@ class Comparison:
             return
         kind = torch.promote_types(z.dtype, torch.float32)
         sums[1] += linalg.energy(z)
-        sums[0] += linalg.energy(z.to(kind).sub_(z_hat.detach().to(kind)))
+        size = self.per_sample.sizes(name, z)
+        moved = z.to(kind).sub_(z_hat.detach().to(kind))
+        sums[0] += linalg.energy(moved)
         sums[2] += z.numel()
+        self.per_sample.add_layer(name, size, moved)
+
+    def _on_same_inputs(self) -> AbstractContextManager[None]:
+        return watching(
+            first.on_input(partial(self._on_same_input, first, second))
+            for first, second in (self.same_inputs if self.per_sample.known else ())
+        )
+
+    def _on_same_input(self, first: Layer, second: Layer, x: Tensor) -> None:
+        z, other = applied(first, x), applied(second, x)
+        if z is None or other is None:
+            self.per_sample.lost.add(first.name)
+        else:
+            size = self.per_sample.sizes(first.name, z)
+            self.per_sample.add_layer(first.name, size, z - other)
+
+
+def between(
+    dense: nn.Module,
+    pruned: nn.Module,
+    layers: Sequence[tuple[Layer, Layer]],
+    inputs: str,
+    expected: int | None = None,
+) -> Comparison:
+    """Return an empty comparison whose layers get the inputs on which they were pruned.
+
+    Args:
+        dense: the network as it was given.
+        pruned: the other network.
+        layers: pairs of a dense layer and its pruned one.
+        inputs: "dense", "pruned" or "asymmetric"; each layer's own outputs are compared then.
+        expected: number of samples that the data must hold.
+    """
+    if inputs == "asymmetric":
+        return Comparison(dense, pruned, layers, expected)
+    same = [(second, first) for first, second in layers] if inputs == "pruned" else layers
+    return Comparison(dense, pruned, (), expected, same)
 
 
 @contextmanager
@@ -200,7 +255,12 @@ def compare(
 
 def _run(
     model: nn.Module, batch: Any, watched: Sequence[tuple[Layer, Callable[[str, Tensor], None]]]
-) -> Tensor | None:
+) -> Any:
     with watching(layer.on_output(partial(callback, layer.name)) for layer, callback in watched):
-        out = main_output(call(model, batch))
-        return None if out is None else without_padding(out)
+        return call(model, batch)
+
+
+def _data_of(answer: Any) -> Tensor | None:
+    """Return an answer's output without padded positions."""
+    out = main_output(answer)
+    return None if out is None else without_padding(out)

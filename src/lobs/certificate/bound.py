@@ -15,7 +15,7 @@ norms are both valid. Spectral norms are never larger.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -62,6 +62,9 @@ class Certificate:
         held_out: the change on other inputs, which the theorem does not bound.
         output_norm: root mean square norm of the dense output.
         guarantee: what holds for inputs drawn like the held-out ones.
+        certified: share of the calibration samples whose top answer provably stays; None where
+            there is no bound, or where the output is not one row of numbers for each sample.
+        certified_held_out: the same share of the held-out inputs.
     """
 
     bound: float | None
@@ -72,6 +75,8 @@ class Certificate:
     held_out: float | None = None
     output_norm: float | None = None
     guarantee: Guarantee | None = None
+    certified: float | None = None
+    certified_held_out: float | None = None
 
     @property
     def changes_at_most(self) -> float | None:
@@ -157,6 +162,29 @@ def _joined(parts: Sequence[_Deviation], how: Literal["sum", "stack"]) -> _Devia
     whole = math.hypot(*spectral)
     share = whole / sum(spectral) if sum(spectral) else 1.0
     return _Deviation(whole, math.hypot(*frobenius), {n: v * share for n, v in terms.items()})
+
+
+def gains(links: Sequence[Link], layers: Collection[str]) -> dict[str, float]:
+    """Return factors with which the layers' deviations reach the output; absent ones do not.
+
+    They hold for every sample by itself. Squares that add are counted as sums, which are larger.
+
+    Args:
+        links: the steps of the network, in running order.
+        layers: names of the layers.
+    """
+    found: dict[str, dict[str, float]] = {}
+    last: dict[str, float] = {}
+    for place, link in enumerate(links):
+        incoming = [last] if link.takes is None else [found[key] for key in link.takes]
+        last = {link.name: 1.0} if link.name in layers else {}
+        for name, value in ((n, v) for part in incoming for n, v in part.items() if link.gain):
+            last[name] = last.get(name, 0.0) + value * link.gain
+        found[link.key or str(place)] = last
+        for key in link.overwrites:
+            names = found[key].keys() | last.keys()
+            found[key] = {n: max(found[key].get(n, 0.0), last.get(n, 0.0)) for n in names}
+    return last
 
 
 def refuse(reason: str) -> Certificate:

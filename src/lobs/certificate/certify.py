@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lobs.calibration.collect import Calibration, collect_moments
-from lobs.calibration.comparison import Comparison, compare, side_by_side
-from lobs.calibration.forward import (
-    batch_size,
-    call,
-    fitted,
-    learn,
-    length,
-    main_output,
-    masks_of,
-    padded,
-    without_padding,
-)
-from lobs.certificate import bound, lipschitz
-from lobs.certificate.bound import Certificate
+from lobs.calibration.comparison import Comparison, between, side_by_side
+from lobs.calibration.forward import fitted, learn, length
+from lobs.certificate import bound, lipschitz, margins
+from lobs.certificate.bound import Certificate, Link
 from lobs.certificate.guarantee import Guarantee, Tally
 from lobs.errors import CalibrationError, UnsupportedLayerError, caution
 from lobs.layers import find_layers
@@ -87,7 +77,8 @@ def certify(
         )
         largest[name] = problem.largest_error_of(after[name].matrix())
         energies[name] = problem.energy
-    comparison = compare(dense, pruned, batches, expected=calibration.samples)
+    pairs = [(layer, after[name]) for name, layer in before.items()]
+    comparison = between(dense, pruned, pairs, "dense", calibration.samples).over(batches)
     errors = layer_errors(largest, energies, calibration)
     return certificate(comparison, calibration, errors, held_out=held_out)
 
@@ -134,18 +125,24 @@ def certificate(
         absorbed: errors are whole distances between the networks' outputs at each layer, so errors
             of earlier layers do not add to them.
     """
-    dense, pruned = comparison.dense, comparison.pruned
+    links: list[Link] | None = None
     try:
         if comparison.output is None or not comparison.steady:
             raise lipschitz.NotAChainError("the batches were others when they were read again")
-        found = _bound(dense, pruned, calibration, errors, dense_gains, absorbed)
+        links = links_of(comparison, calibration, errors, dense_gains, absorbed)
+        found = bound.compose(links)
     except lipschitz.NotAChainError as error:
         found = bound.refuse(str(error))
-    return beside(found, comparison, held_out)
+    gains = None if links is None else gains_of(comparison, links, errors, calibration.example)
+    return beside(found, comparison, held_out, gains, calibration.example)
 
 
 def beside(
-    found: Certificate, comparison: Comparison, held_out: Iterable[Any] | None
+    found: Certificate,
+    comparison: Comparison,
+    held_out: Iterable[Any] | None,
+    gains: Mapping[str, float] | None = None,
+    example: Any = None,
 ) -> Certificate:
     """Put the measured distances beside a bound.
 
@@ -153,27 +150,42 @@ def beside(
         found: the bound, or why there is none.
         comparison: the two networks, compared over the calibration data.
         held_out: other inputs to measure the distance on.
+        gains: factors from layers to the output that hold for every sample; None without them.
+        example: one sample.
     """
-    dense, pruned = comparison.dense, comparison.pruned
-    moved, guarantee = (None, None) if held_out is None else _held_out(dense, pruned, held_out)
+    other, guarantee = (
+        (None, None)
+        if held_out is None
+        else _held_out(comparison.like(gains or ()), held_out, example)
+    )
     return replace(
         found,
         measured=comparison.output,
         output_norm=comparison.output_norm,
-        held_out=moved,
+        held_out=None if other is None else other.output,
         guarantee=guarantee,
+        certified=margins.share(comparison, gains),
+        certified_held_out=None if other is None else margins.share(other, gains),
     )
 
 
-def _bound(
-    dense: nn.Module,
-    pruned: nn.Module,
+def links_of(
+    comparison: Comparison,
     calibration: Calibration,
     errors: Mapping[str, float],
     dense_gains: Mapping[str, Tensor] | None,
     absorbed: bool,
-) -> Certificate:
-    """Compose the bound along the chain of layers; refuse where the theorem does not apply."""
+) -> list[Link]:
+    """Return the steps of the network; raise `NotAChainError` where the theorem does not apply.
+
+    Args:
+        comparison: the two networks, compared over the calibration data.
+        calibration: what reached the layers.
+        errors: √E by layer.
+        dense_gains: dense matrices by layer, where gains come from them.
+        absorbed: errors of earlier layers do not add to those of later ones.
+    """
+    dense, pruned = comparison.dense, comparison.pruned
     if reason := uncovered(dense, pruned):
         raise lipschitz.NotAChainError(reason)
     if len(calibration.shapes) > 1:
@@ -185,12 +197,80 @@ def _bound(
             "that was re-estimated? refit='layers' and Numerics(batch_norm=False) leave them alone)"
         )
     links = lipschitz.links(pruned, calibration.example, dict(errors), dict(dense_gains or {}))
-    if absorbed:
-        links = [
-            replace(link, gain=0.0, frobenius_gain=0.0) if link.name in errors else link
-            for link in links
-        ]
-    return bound.compose(links)
+    if not absorbed:
+        return links
+    return [
+        replace(link, gain=0.0, frobenius_gain=0.0) if link.name in errors else link
+        for link in links
+    ]
+
+
+def gains_of(
+    comparison: Comparison, links: Sequence[Link], errors: Mapping[str, float], example: Any
+) -> dict[str, float] | None:
+    """Return the factors from layers to the output that hold for every sample by itself.
+
+    None where samples mix, or where the output is not one row of numbers for each sample.
+
+    Args:
+        comparison: the two networks, compared over the calibration data.
+        links: the steps of the network.
+        errors: √E by layer; only the names count.
+        example: one sample.
+    """
+    names = [link.name for link in links if link.name in errors]
+    if not comparison.per_sample.known or len(names) != len(set(names)):
+        return None
+    found, layers = bound.gains(links, errors.keys()), find_layers(comparison.pruned, names)
+    return margins.usable(found, comparison.pruned, layers, example)
+
+
+class Sharing:
+    """Recompute the share of inputs whose answer provably stays.
+
+    Args:
+        dense: the dense network.
+        pruned: the pruned one.
+        names: names of the layers that were pruned.
+        inputs: what each layer was pruned on.
+        batches: the calibration data.
+    """
+
+    def __init__(
+        self,
+        dense: nn.Module,
+        pruned: nn.Module,
+        names: Sequence[str],
+        inputs: str,
+        batches: Iterable[Any],
+    ) -> None:
+        before, after = ({x.name: x for x in find_layers(m, names)} for m in (dense, pruned))
+        pairs = [(layer, after[name]) for name, layer in before.items()]
+        self._calibration = collect_moments(dense, batches, list(before.values()), counts_only=True)
+        dense_weights = {name: x.matrix() for name, x in before.items()}
+        self._comparison = between(dense, pruned, pairs, inputs).over(batches)
+        apart = {name: distance.error > 0 for name, distance in self._comparison.layers.items()}
+        for name, weight in dense_weights.items():
+            apart.setdefault(name, not torch.equal(weight, after[name].matrix()))
+        errors = {name: float(differs) for name, differs in apart.items()}
+        gains_from = dense_weights if inputs == "pruned" else None
+        try:
+            links = links_of(
+                self._comparison, self._calibration, errors, gains_from, inputs == "asymmetric"
+            )
+        except lipschitz.NotAChainError:
+            self._gains = None
+        else:
+            example = self._calibration.example
+            self._gains = gains_of(self._comparison, links, errors, example)
+
+    def share(self, held_out: Iterable[Any] | None = None) -> float | None:
+        """Return the share of the calibration samples, or of held-out ones; None without gains."""
+        if held_out is None or self._gains is None:
+            return margins.share(self._comparison, self._gains)
+        empty = self._comparison.like(self._gains)
+        found, _ = _held_out(empty, held_out, self._calibration.example)
+        return None if found is None else margins.share(found, self._gains)
 
 
 def uncovered(dense: nn.Module, pruned: nn.Module) -> str:
@@ -213,21 +293,19 @@ def uncovered(dense: nn.Module, pruned: nn.Module) -> str:
 
 
 def _held_out(
-    dense: nn.Module, pruned: nn.Module, batches: Iterable[Any]
-) -> tuple[float | None, Guarantee | None]:
-    """Return the distance on held-out inputs and the guarantee that they give.
+    found: Comparison, batches: Iterable[Any], example: Any
+) -> tuple[Comparison | None, Guarantee | None]:
+    """Return the comparison on held-out inputs and the guarantee that they give.
 
     Unusable inputs give a warning.
     """
-    found, tally = Comparison(dense, pruned), Tally()
+    tally = Tally()
     try:
-        with side_by_side(dense, pruned, batches) as passing:
+        with side_by_side(found.dense, found.pruned, batches) as passing:
             for batch in passing:
-                before, after = call(dense, batch), call(pruned, batch)
-                with padded(masks_of(batch)):
-                    first, second = (_data_of(answer) for answer in (before, after))
-                found.add_outputs(first, second, batch_size(batch))
-                tally.add(batch, before, after)
+                if not margins.of_shape(batch, example):
+                    found.per_sample.known = False
+                tally.add(batch, *found.add(batch))
     except CalibrationError as error:
         caution(f"held_out could not be measured: {error}")
         return None, None
@@ -237,20 +315,15 @@ def _held_out(
         caution("held_out has no samples: nothing was measured on it.")
     elif found.output is not None and not math.isfinite(found.output):
         caution("held_out: the networks' outputs there are not finite; are its inputs?")
-    return found.output, tally.guarantee() if tally.finite and tally.samples else None
-
-
-def _data_of(answer: Any) -> Tensor | None:
-    """Return an answer's output without padded positions."""
-    out = main_output(answer)
-    return None if out is None else without_padding(out)
+    return found, tally.guarantee() if tally.finite and tally.samples else None
 
 
 def _other_difference(dense: nn.Module, pruned: nn.Module, layers: Iterable[str]) -> str | None:
     """Return the first entry of the state that differs outside the given layers."""
     known = {id(tensor) for layer in find_layers(dense, layers) for tensor in layer.tensors()}
-    theirs = pruned.state_dict()
-    for name, value in dense.state_dict(keep_vars=True).items():
+    theirs = {**pruned.state_dict(), **dict(pruned.named_buffers())}
+    own = {**dense.state_dict(keep_vars=True), **dict(dense.named_buffers())}
+    for name, value in own.items():
         if (
             id(value) in known
             or name.endswith("num_batches_tracked")

@@ -20,6 +20,7 @@ from lobs.calibration.comparison import side_by_side
 from lobs.calibration.forward import batch_size, call, main_output
 
 CONFIDENCE = 0.95
+LEAST_COST = 0.25  # of a changed answer: probabilities that are too even would make changes free
 _HALVINGS = 200  # of an interval: double precision ends earlier
 
 
@@ -159,10 +160,15 @@ def _without(out: Tensor, counted: Tensor | None) -> Tensor:
 
 
 class Tally:
-    """Sums over the inputs of one data set, of the outputs of two networks."""
+    """Sums over the inputs of one data set, of the outputs of two networks.
+
+    The accuracy that a changed answer is expected to lose is the dense network's probability of the
+    old answer less that of the new one. It needs no labels. It counts a quarter at least.
+    """
 
     def __init__(self) -> None:
         self.samples, self.changed, self.error, self.divergence = 0, 0.0, 0.0, 0.0
+        self.lost = 0.0
         self.finite = self.answers = self.whole = True
 
     def add(self, batch: Any, dense: Any, pruned: Any) -> None:
@@ -190,23 +196,35 @@ class Tally:
         other = (first.argmax(dim=-1) != second.argmax(dim=-1)).to(torch.float64)
         other = torch.where(second.isfinite().all(dim=-1), other, 1.0)
         divergence = (logs[0].exp() * (logs[0] - logs[1])).nan_to_num(0.0).sum(dim=-1)
+        cost = _expected_loss(first, second) * other
         if first.dim() > 2:
             self.whole = False
             weight = torch.ones_like(other) if counted is None else counted.to(other)
             share = weight / weight.sum(dim=1, keepdim=True).clamp(min=1)
-            other, divergence = (other * share).sum(dim=1), (divergence * share).sum(dim=1)
+            other, divergence, cost = ((t * share).sum(dim=1) for t in (other, divergence, cost))
         self.changed += float(other.sum())
+        self.lost += float(cost.sum())
         self.divergence += float(divergence.sum())
 
     def join(self) -> Tally:
         """Add up the sums of all processes."""
         numbers = process_group().sum_numbers(
-            self.samples, self.changed, self.error, self.divergence,
+            self.samples, self.changed, self.error, self.divergence, self.lost,
             not self.finite, not self.answers, not self.whole,
         )  # fmt: skip
-        self.samples, (self.changed, self.error, self.divergence) = round(numbers[0]), numbers[1:4]
-        self.finite, self.answers, self.whole = (n == 0 for n in numbers[4:])
+        self.samples = round(numbers[0])
+        self.changed, self.error, self.divergence, self.lost = numbers[1:5]
+        self.finite, self.answers, self.whole = (n == 0 for n in numbers[5:])
         return self
+
+    def drop(self, level: float) -> tuple[float, float]:
+        """Return the accuracy that is expected to be lost, or the relative error, and its limit.
+
+        Args:
+            level: the confidence of the limit.
+        """
+        share = min(1.0, (self.lost if self.answers else self.error) / max(1, self.samples))
+        return share, chernoff_hoeffding(share, self.samples, level)
 
     def guarantee(self, confidence: float = CONFIDENCE, level: float | None = None) -> Guarantee:
         """Return the guarantee that the sums give.
@@ -233,6 +251,21 @@ class Tally:
             divergence=self.divergence / n if self.answers else None,
             whole=self.whole,
         )
+
+
+def probabilities(output: Tensor) -> Tensor:
+    """Return an output's rows as probabilities, also where it holds these rather than logits."""
+    rows = output.detach().to(torch.float64)
+    given = bool((rows >= 0).all()) and bool(((rows.sum(dim=-1) - 1).abs() < 1e-3).all())
+    return rows if given else rows.softmax(dim=-1)
+
+
+def _expected_loss(first: Tensor, second: Tensor) -> Tensor:
+    """Return the accuracy that each answer loses if it changed, by the dense probabilities."""
+    p = probabilities(first)
+    old, new = (p.gather(-1, t.argmax(dim=-1, keepdim=True)).squeeze(-1) for t in (first, second))
+    cost = (old - new).nan_to_num(1.0).clamp(min=LEAST_COST, max=1.0)
+    return torch.where(second.isfinite().all(dim=-1), cost, 1.0)
 
 
 def is_answers(raw: Any, output: Tensor) -> bool:

@@ -12,7 +12,6 @@ the norm, so the same m holds.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -20,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lobs.calibration.forward import call, evaluating, main_output
 from lobs.certificate.bound import Link
+from lobs.certificate.gates import PARTS, STACKS, VIEWS, Limits
 from lobs.layers import (
     Conv1dLayer,
     Conv2dLayer,
@@ -110,10 +109,11 @@ def _walk(
 ) -> Iterator[Link]:
     """Yield a link for every step whose output may differ between the two networks."""
     traced = trace(model, example)
-    if traced.assigns_state:
+    if not traced.only_constants:
         raise NotAChainError("the forward pass assigns attributes or buffers")
     weights = _weights_of_pruned(model, layers, errors)
     moved: dict[fx.Node, tuple[str, ...]] = {}  # each with the steps whose memory it may share
+    limits = Limits(model, traced)
     for node in traced.graph.nodes:
         if node.op == "get_attr" and id(_attribute(model, str(node.target))) in weights:
             raise NotAChainError(f"the weight '{node.target}' is also used outside its layer")
@@ -123,19 +123,27 @@ def _walk(
                 raise NotAChainError("the network returns something other than its last step")
             break
         layer = layers.get(str(node.target)) if node.op == "call_module" else None
+        step = step_of(node, _module(model, node))
+        limits.see(node, step)
         if node.op == "placeholder" or _asks_size(node) or not (sources or layer is not None):
             continue
         shapes = [traced.shapes[n] for n in node.all_input_nodes if n in traced.shapes]
-        link = _link(model, node, shapes, layers, errors, dense)
+        factors = limits.weights(node, step, moved.keys())
+        if factors is None:
+            link = _link(model, node, shapes, layers, errors, dense)
+            takes = tuple(n.name for n in _tensors_in(node) if n in moved)
+        else:
+            link = Link(node.name, 1.0, 1.0)
+            takes = tuple(f"{node.name} of input {i}" for i in range(len(factors)))
+            for (source, weight), key in zip(factors, takes, strict=True):
+                yield Link(node.name, weight, weight, key=key, takes=(source.name,))
         aliases = [key for n in sources for key in (n.name, *moved[n])]
-        step = step_of(node, _module(model, node))
         written = node.args[0] if node.args else None
         if step is not None and step.in_place and written not in moved:
             raise NotAChainError(f"step '{node.name}' writes into one of its inputs")
         overwrites = tuple(dict.fromkeys(aliases)) if step is not None and step.in_place else ()
-        shares = node.target in (*_VIEWS, *_PARTS) or (step is not None and step.shares_memory)
+        shares = node.target in (*VIEWS, *PARTS) or (step is not None and step.shares_memory)
         moved[node] = tuple(aliases) if shares else ()
-        takes = tuple(n.name for n in _tensors_in(node) if n in moved)
         yield replace(link, key=node.name, takes=takes, overwrites=overwrites)
     true = main_output(call(model, example))
     if not (isinstance(true, Tensor) and isinstance(traced.output, Tensor)) or not torch.allclose(
@@ -193,13 +201,9 @@ def _link(
         gains = _layer_gains(layer, shapes[0], dense.get(layer.name))
         return Link(layer.name, *gains, errors.get(layer.name, 0.0))
     step = step_of(node, module)
-    if step is not None and step.kind is Kind.SUM and _weight_of_second(step) == 1:
-        return Link(name, 1.0, 1.0)
-    if node.target in _SUMS and "alpha" not in node.kwargs:
-        return Link(name, 1.0, 1.0)
-    if node.target in _STACKS:
+    if node.target in STACKS:
         return Link(name, 1.0, 1.0, joined="stack")
-    if node.target in _VIEWS or (node.target in _PARTS and _takes_each_once(node)):
+    if node.target in VIEWS or (node.target in PARTS and _takes_each_once(node)):
         return Link(name, 1.0, 1.0)
     alone = len(shapes) == 1 or (step is not None and len(_tensors_in(node)) == 1)
     constant = _gain(step, shapes[0]) if step is not None and alone else None
@@ -213,24 +217,10 @@ def _link(
     raise NotAChainError(f"no Lipschitz constant is known for {what}")
 
 
-# Sums and differences; the same numbers in another order or shape; all of them, or parts of them.
-_SUMS = (operator.sub, torch.sub, "sub")
-_STACKS = (torch.cat, torch.concat, torch.stack)
-_VIEWS = (
-    "permute", "transpose", "unsqueeze", "squeeze", "chunk", "split",
-    torch.permute, torch.transpose, torch.unsqueeze, torch.squeeze, torch.chunk, torch.split,
-)  # fmt: skip
-_PARTS = (operator.getitem,)
-
-
 def _takes_each_once(node: fx.Node) -> bool:
     """Return whether an index takes no number twice: it holds whole numbers and slices only."""
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return all(isinstance(part, int | slice | type(...) | None) for part in index)
-
-
-def _weight_of_second(step: Step) -> Any:
-    return step.settings.get("alpha", 1)
 
 
 def _check_plain(layer: Layer, module: nn.Module) -> None:
@@ -272,10 +262,11 @@ def _gain(step: Step, shape: torch.Size) -> float | None:
             return _max_pool(step, shape)
         case Kind.AVERAGE_POOL:
             return _averaging(step.apply, shape) if step.fixed else None
+        case Kind.SPREAD:
+            return _averaging(step.apply, shape) if step.fixed and _even(step) else None
         case Kind.MEAN:
             return 1.0 if step.fixed else None  # no mean is longer than what it is taken of
         case Kind.BATCH_NORM:
-            assert isinstance(step.module, _BatchNorm)
             return _batch_norm(step.module)
     return step.gain
 
@@ -290,7 +281,12 @@ def _averaging(mean: Callable[[Tensor], Tensor], shape: torch.Size) -> float:
     return math.sqrt(rows * float(_column_sums(mean, shape).max()))
 
 
-def _batch_norm(norm: _BatchNorm) -> float | None:
+def _even(step: Step) -> bool:
+    """Return whether no output of an upsampling has a negative share of an input."""
+    return step.settings.get("mode") != "bicubic"
+
+
+def _batch_norm(norm: Any) -> float | None:
     """Return the largest scale of a batch norm; None where it has no running statistics."""
     if norm.running_var is None:
         return None
@@ -302,13 +298,14 @@ def _batch_norm(norm: _BatchNorm) -> float | None:
 def _max_pool(step: Step, shape: torch.Size) -> float | None:
     """Return √m for a pooling: the maximum of a patch is 1-Lipschitz, so only selecting stretches.
 
-    None where the windows are not known, as in adaptive pooling.
+    Adaptive windows differ in size, so their overlaps are counted along each dimension.
     """
-    settings = step.settings
-    kernel = settings.get("kernel_size")
-    if kernel is None or not step.fixed:
+    settings, n = step.settings, step.operation.dimensions
+    if not step.fixed:
         return None
-    n = step.operation.dimensions
+    if "output_size" in settings:
+        return _adaptive_overlap(settings["output_size"], shape[-n:])
+    kernel = settings["kernel_size"]
     convolution, view = _FRAMES[n]
     stride = settings["stride"] or kernel
     frame: Any = convolution(1, 1, kernel, stride, settings["padding"], settings["dilation"])
@@ -316,3 +313,16 @@ def _max_pool(step: Step, shape: torch.Size) -> float | None:
     extra = [s - 1 if settings["ceil_mode"] else 0 for s in frame.stride]
     size = [length + more for length, more in zip(shape[-n:], extra, strict=True)]
     return math.sqrt(_overlap(view("pool", frame).windows, torch.Size((1, 1, *size))))
+
+
+def _adaptive_overlap(sizes: Any, shape: Sequence[int]) -> float:
+    """Return √m for adaptive windows, which begin at ⌊i·n/k⌋ and end at ⌈(i + 1)·n/k⌉."""
+    wanted = sizes if isinstance(sizes, tuple | list) else (sizes,) * len(shape)
+    most = 1
+    for k, n in zip(wanted, shape, strict=True):
+        count = [0] * n
+        for i in range(n if k is None else k):
+            for at in range(i * n // (k or n), -(-(i + 1) * n // (k or n))):
+                count[at] += 1
+        most *= max(count)
+    return math.sqrt(most)

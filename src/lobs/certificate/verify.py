@@ -19,6 +19,7 @@ from lobs.calibration.comparison import compare
 from lobs.calibration.forward import fitted, learn
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
+from lobs.certificate.certify import Sharing
 from lobs.certificate.guarantee import (
     Guarantee,
     chernoff_hoeffding,
@@ -35,6 +36,7 @@ from lobs.solvers.patterns.nbym import broken_groups
 from lobs.storage.checkpoint import Checkpoint
 from lobs.targets import NByM, for_layer
 
+_NEARLY = 2e-3  # of the inputs: margins that are nearly their limit differ on other machines
 _TOLERANCE = 1e-3  # relative; moments are float32 sums, whose order depends on the machine
 
 
@@ -252,6 +254,47 @@ def _compare(
 ) -> Finding:
     close = abs(error - promised) <= _TOLERANCE * max(error, promised) + 1e-9 * energy + hidden
     return Finding(f"error {name}", close, f"recomputed {error:.6g}, recorded {promised:.6g}")
+
+
+def verify_margins(
+    saved: Checkpoint,
+    dense: nn.Module,
+    pruned: nn.Module,
+    batches: Iterable[Any],
+    kept_back: Iterable[Any] | None = None,
+) -> list[Finding]:
+    """Recompute which share of the inputs has an answer that provably stays.
+
+    Args:
+        saved: the checkpoint.
+        dense: the dense network.
+        pruned: the pruned network.
+        batches: the calibration data of the run.
+        kept_back: the held-out inputs, where they are known.
+    """
+    raw, settings = saved.record.get("certificate"), saved.record.get("settings")
+    raw, settings = (part if isinstance(part, dict) else {} for part in (raw, settings))
+    recorded = {
+        "answers that stay": (raw.get("certified"), batches),
+        "held-out answers that stay": (raw.get("certified_held_out"), kept_back),
+    }
+    stated = {name: pair for name, pair in recorded.items() if None not in pair}
+    if not stated:
+        return []
+    names = [row["name"] for row in _rows(saved)]
+    dense, pruned = folded(dense), folded(pruned)
+    batches = fitted(dense, batches)
+    found = Sharing(dense, pruned, names, str(settings.get("inputs")), batches)
+    findings = []
+    for name, (share, data) in stated.items():
+        again = found.share(None if name == "answers that stay" else data)
+        near = (
+            isinstance(share, int | float) and again is not None and abs(again - share) <= _NEARLY
+        )
+        shown = "none" if again is None else f"{again:.4%}"
+        said = f"{share:.4%}" if isinstance(share, int | float) else str(share)
+        findings.append(Finding(name, near, f"recomputed {shown}, recorded {said}"))
+    return findings
 
 
 @contextmanager

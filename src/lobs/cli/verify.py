@@ -119,7 +119,7 @@ def _why_skipped(saved: Checkpoint) -> str:
 def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> list[Finding]:
     from lobs.calibration.forward import fitted
     from lobs.calibration.kept_back import BOTH, KEPT_BACK, divided
-    from lobs.certificate.verify import Finding, verify_errors, verify_guarantee
+    from lobs.certificate.verify import Finding, verify_errors, verify_guarantee, verify_margins
     from lobs.cli.subject import open_subject, require_trust
     from lobs.storage.run_store import weights_hash
 
@@ -145,4 +145,5 @@ def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> 
         source,
         *verify_errors(saved, dense.model, pruned.model, batches),
         *verify_guarantee(saved, dense.model, pruned.model, kept_back),
+        *verify_margins(saved, dense.model, pruned.model, batches, kept_back),
     ]

@@ -43,12 +43,16 @@ class Trace:
         output: what the steps give for the example; None without one.
         assigns_state: whether `forward` assigned attributes or buffers. The graph may then refer
             to attributes that the network itself does not have.
+        constants: tensors that the forward pass computes from buffers alone, by attribute.
+        only_constants: whether nothing else was assigned.
     """
 
     graph: fx.Graph
     shapes: Mapping[fx.Node, torch.Size] = field(default_factory=dict)
     assigns_state: bool = False
     output: Any = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    only_constants: bool = True
 
 
 def trace(
@@ -85,7 +89,9 @@ def trace(
     except Exception as error:  # tracing runs the user's code, which may raise anything
         text = str(error).strip() or type(error).__name__
         raise TraceError(text.splitlines()[0]) from error
-    return Trace(graph, shapes, tracer.assigns_state, output)
+    return Trace(
+        graph, shapes, tracer.assigns_state, output, tracer.constants, tracer.only_constants
+    )
 
 
 def argument_names(batch: Any) -> frozenset[str] | None:
@@ -115,7 +121,8 @@ class _Tracer(fx.Tracer):
     def __init__(self, names: frozenset[str] | None, steps: set[str]) -> None:
         super().__init__()
         self.names, self.steps = names, steps
-        self.assigns_state = False
+        self.assigns_state, self.only_constants = False, True
+        self.constants: dict[str, Tensor] = {}
         self.parameter_steps: dict[str, fx.Proxy] = {}
         self.leaves: set[nn.Module] = set()
 
@@ -138,10 +145,16 @@ class _Tracer(fx.Tracer):
         function = namespaces.function(type(root).forward)
         function, args = self.create_args_for_root(function, True, concrete_args)
         self.create_node("output", "output", (self.create_arg(function(*args)),), {})
-        self.assigns_state = not all(
-            _same_items(vars(m), own) and _same_items(m._buffers, buffers)
+        self.constants = {
+            name: value
+            for name, value in vars(root).items()
+            if name.startswith("_tensor_constant") and isinstance(value, Tensor)
+        }
+        self.only_constants = all(
+            _same_items(_without(vars(m), self.constants), own) and _same_items(m._buffers, buffers)
             for m, own, buffers in snapshot
         )
+        self.assigns_state = bool(self.constants) or not self.only_constants
         for module, undo in before:
             undo(vars(module))
         return self.graph
@@ -302,6 +315,10 @@ def _shapes(
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a network's first parameter that has data; else the CPU."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def _without(attributes: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in names}
 
 
 def _same_items(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

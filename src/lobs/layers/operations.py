@@ -32,7 +32,11 @@ class Kind(Enum):
     RESHAPE = auto()  # the same elements in any other shape
     MEAN = auto()  # the mean over the dimensions `dim`
     SUM = auto()  # of two tensors, the second times `alpha`
-    SCALE = auto()  # a product with a number
+    SCALE = auto()  # a product with a number, or of two tensors
+    DIVIDE = auto()  # a quotient by a number
+    SPREAD = auto()  # every output a mean of inputs: padding by copies, upsampling
+    REARRANGE = auto()  # the same elements in another order, and zeros
+    LARGEST = auto()  # the maximum over dimensions
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Operation:
         modules: classes that compute it.
         calls: functions that compute it, and names of tensor methods.
         gain: Lipschitz constant in the Euclidean norm; None where unknown or not constant.
+        largest: limit on the magnitude of its outputs; None where there is none.
         slope: a setting that can raise the constant: the larger of `gain` and its magnitude holds.
         settings: arguments after the input, in the order of a call, with their defaults.
         dimensions: dimensions of a pooling window.
@@ -56,6 +61,7 @@ class Operation:
     slope: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     dimensions: int = 0
+    largest: float | None = None
 
 
 _MAX_POOL = {
@@ -84,8 +90,9 @@ def _elementwise(
     calls: tuple[Any, ...],
     slope: str = "",
     settings: Mapping[str, Any] = _INPLACE,
+    largest: float | None = None,
 ) -> Operation:
-    return Operation(Kind.ELEMENTWISE, modules, calls, gain, slope, settings)
+    return Operation(Kind.ELEMENTWISE, modules, calls, gain, slope, settings, largest=largest)
 
 
 def _pool(
@@ -99,9 +106,19 @@ def _pool(
 OPERATIONS: tuple[Operation, ...] = (
     Operation(Kind.IDENTITY, (nn.Identity,), ("contiguous",), gain=1.0),
     _elementwise(1.0, (nn.ReLU,), (F.relu, torch.relu, "relu", "relu_")),
-    _elementwise(1.0, (nn.ReLU6,), (F.relu6,)),
-    _elementwise(1.0, (nn.Tanh,), (torch.tanh, F.tanh, "tanh", "tanh_"), settings={}),
-    _elementwise(0.25, (nn.Sigmoid,), (torch.sigmoid, F.sigmoid, "sigmoid"), settings={}),
+    _elementwise(1.0, (nn.ReLU6,), (F.relu6,), largest=6.0),
+    _elementwise(
+        1.0, (nn.Tanh,), (torch.tanh, F.tanh, "tanh", "tanh_"), settings={}, largest=1.0
+    ),
+    _elementwise(
+        0.25,
+        (nn.Sigmoid,),
+        (torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_"),
+        settings={},
+        largest=1.0,
+    ),
+    _elementwise(1 / 6, (nn.Hardsigmoid,), (F.hardsigmoid,), largest=1.0),
+    _elementwise(1.1, (nn.Mish,), (F.mish,)),
     _elementwise(1.13, (nn.GELU,), (F.gelu,), settings={"approximate": "none"}),
     _elementwise(1.1, (nn.SiLU,), (F.silu,)),
     _elementwise(1.5, (nn.Hardswish,), (F.hardswish,)),
@@ -121,7 +138,7 @@ OPERATIONS: tuple[Operation, ...] = (
         (F.hardtanh,),
         settings={"min_val": -1.0, "max_val": 1.0, **_INPLACE},
     ),
-    _elementwise(1.0, (nn.Softsign,), (F.softsign,), settings={}),
+    _elementwise(1.0, (nn.Softsign,), (F.softsign,), settings={}, largest=1.0),
     _elementwise(1.0, (nn.Tanhshrink,), (F.tanhshrink,), settings={}),
     _elementwise(1.0, (nn.Softshrink,), (F.softshrink,), settings={}),
     Operation(
@@ -133,15 +150,26 @@ OPERATIONS: tuple[Operation, ...] = (
     _pool(Kind.MAX_POOL, 1, nn.MaxPool1d, (F.max_pool1d, torch.max_pool1d), _MAX_POOL),
     _pool(Kind.MAX_POOL, 2, nn.MaxPool2d, (F.max_pool2d, torch.max_pool2d), _MAX_POOL),
     _pool(Kind.MAX_POOL, 3, nn.MaxPool3d, (F.max_pool3d, torch.max_pool3d), _MAX_POOL),
+    _pool(Kind.MAX_POOL, 1, nn.AdaptiveMaxPool1d, (F.adaptive_max_pool1d,), _ADAPTIVE),
     _pool(Kind.MAX_POOL, 2, nn.AdaptiveMaxPool2d, (F.adaptive_max_pool2d,), _ADAPTIVE),
+    _pool(Kind.MAX_POOL, 3, nn.AdaptiveMaxPool3d, (F.adaptive_max_pool3d,), _ADAPTIVE),
     _pool(Kind.AVERAGE_POOL, 1, nn.AvgPool1d, (F.avg_pool1d,), _AVERAGE_POOL),
     _pool(Kind.AVERAGE_POOL, 2, nn.AvgPool2d, (F.avg_pool2d,), _AVERAGE_POOL),
     _pool(Kind.AVERAGE_POOL, 3, nn.AvgPool3d, (F.avg_pool3d,), _AVERAGE_POOL),
     _pool(Kind.AVERAGE_POOL, 1, nn.AdaptiveAvgPool1d, (F.adaptive_avg_pool1d,), _ADAPTIVE),
     _pool(Kind.AVERAGE_POOL, 2, nn.AdaptiveAvgPool2d, (F.adaptive_avg_pool2d,), _ADAPTIVE),
     _pool(Kind.AVERAGE_POOL, 3, nn.AdaptiveAvgPool3d, (F.adaptive_avg_pool3d,), _ADAPTIVE),
-    Operation(Kind.BATCH_NORM, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
-    Operation(Kind.SOFTMAX, (nn.Softmax,), (F.softmax, torch.softmax, "softmax"), gain=1.0),
+    Operation(
+        Kind.BATCH_NORM,
+        (
+            nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+            nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        ),
+    ),
+    # The Jacobian diag(p) − ppᵀ has rows whose magnitudes sum to 2p(1 − p), at most a half.
+    Operation(
+        Kind.SOFTMAX, (nn.Softmax,), (F.softmax, torch.softmax, "softmax"), gain=0.5, largest=1.0
+    ),
     Operation(
         Kind.FLATTEN,
         (nn.Flatten,),
@@ -158,7 +186,29 @@ OPERATIONS: tuple[Operation, ...] = (
         settings={"other": None, "alpha": 1},
     ),
     Operation(Kind.SCALE, (), (operator.mul, torch.mul, "mul"), settings={"other": None}),
-)
+    Operation(
+        Kind.DIVIDE, (), (operator.truediv, torch.div, "div"),
+        settings={"other": None, "rounding_mode": None},
+    ),
+    Operation(
+        Kind.REARRANGE,
+        (nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+        (F.pixel_shuffle, F.pixel_unshuffle),
+        gain=1.0,
+    ),
+    Operation(
+        Kind.SPREAD,
+        (
+            nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d,
+            nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
+            nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d,
+        ),
+        (F.interpolate,),
+        settings={"size": None, "scale_factor": None, "mode": "nearest"},
+    ),
+    # No maximum moves farther than the element that moved farthest.
+    Operation(Kind.LARGEST, (), (torch.amax, "amax"), gain=1.0),
+)  # fmt: skip
 _BY_MODULE = {module: row for row in OPERATIONS for module in row.modules}
 _BY_CALL = {call: row for row in OPERATIONS for call in row.calls}
 
@@ -209,9 +259,13 @@ class Step:
         row, settings = self.operation, self.settings
         if self.kind is Kind.DROPOUT:  # a call without training=False is random in eval mode too
             return 1.0 if self.is_identity else None
-        if self.kind is Kind.SCALE:
+        if self.kind in (Kind.SCALE, Kind.DIVIDE):
             factor = settings["other"]
-            return abs(float(factor)) if isinstance(factor, int | float) else None
+            if not isinstance(factor, int | float) or settings.get("rounding_mode") is not None:
+                return None
+            if self.kind is Kind.DIVIDE:
+                return 1 / abs(float(factor)) if factor else None
+            return abs(float(factor))
         if any(isinstance(a, torch.dtype) for a in self.args):  # x.view(dtype) reads other numbers
             return None
         if row.gain is None or not row.slope:

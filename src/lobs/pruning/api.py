@@ -26,7 +26,7 @@ from lobs.layers.hooks import nothing_left
 from lobs.layers.untouched import buffers_kept
 from lobs.pruning.drop_search import TRIALS, Trial, search_drop
 from lobs.pruning.experts import prune_experts
-from lobs.pruning.feasibility import empty_target, warn_of
+from lobs.pruning.feasibility import empty_target, header_bytes, header_room, warn_of
 from lobs.pruning.forecast import Forecast, Workload, taken_in_the_end
 from lobs.pruning.forecast import forecast as _forecast
 from lobs.pruning.options import Options, PruneOptions, check_model, checked
@@ -143,7 +143,7 @@ def _kept_back(
     asked: Options, data: Batches, other: Batches | None
 ) -> tuple[Batches, Batches | None, Batches | None, dict[str, str]]:
     """Return the inputs that prune, choose and certify, and what some were kept back for."""
-    if not (isinstance(asked.target, Budget) and asked.target.by_agreement):
+    if not (isinstance(asked.target, Budget) and asked.target.label_free):
         return data, None, other, {}
     pruning, choosing, certifying = divided(data, certify=other is None)
     if other is not None:
@@ -295,7 +295,26 @@ def _settings(session: Session, run: Run, trials: list[Trial], calibrated: float
         settings["time"] = run.session.timing.measured(run.model)
     if trials:
         settings["trials"] = [asdict(trial) for trial in trials]
-    return settings
+    return settings | _said(session, run)
+
+
+def _said(session: Session, run: Run) -> dict[str, Any]:
+    """Return where a number that was asked for means less than it seems to."""
+    said: dict[str, Any] = {}
+    target, layers = session.options.target, session.layers
+    if isinstance(target, Budget) and target.bytes is not None:
+        counts = session.prunable
+        if header_room(target.bytes, session.model, layers, target, counts):
+            said["file bytes"] = target.bytes
+        else:
+            said["header"] = header_bytes(session.model, layers)
+    tensors = run.model.state_dict()
+    lost = {
+        name: count
+        for name, mask in run.masks.items()
+        if tensors[name].itemsize < 4 and (count := int((mask & (tensors[name] == 0)).sum()))
+    }
+    return said | ({"underflow": lost} if lost else {})
 
 
 def _check_left(asked: Options, solutions: Mapping[str, Solution], trials: list[Trial]) -> None:

@@ -94,10 +94,11 @@ class _ByScore:
         return Trial(kept, score, self.dense - score)
 
 
-class _ByAgreement:
-    """Judge networks by their agreement with the dense one, on inputs that prune none of them.
+class _WithoutLabels:
+    """Judge networks by the accuracy they are expected to lose, on inputs that prune none of them.
 
-    Every trial may err, so each limit is stricter: together they hold with 95 % confidence.
+    A changed answer costs the dense network's confidence in the old answer over the new one. Every
+    trial may err, so each limit is stricter: together they hold with 95 % confidence.
     """
 
     dense = 1.0
@@ -111,35 +112,34 @@ class _ByAgreement:
             enough = math.log(1 - self.level) / math.log1p(-drop)
             share = ROUND / len(CHOOSING)
             raise TargetError(
-                f"{samples:,} kept-back inputs cannot show that at most {drop:.3g} of the answers "
-                f"change: give batches of at least {enough * share:,.0f} inputs, allow a larger "
-                "drop, or give evaluate=…."
+                f"{samples:,} kept-back inputs cannot show a drop of at most {drop:.3g}: give "
+                f"batches of at least {enough * share:,.0f} inputs, allow a larger drop, or give "
+                "evaluate=…."
             )
 
     def trial(self, run: Run, kept: int) -> Trial:
-        """Return the share of answers that a run leaves, and the limit on those it changes."""
-        store, key = self.session.store, f"run {run.number} agreement"
+        """Return the accuracy that a run is expected to keep, and the limit on what it loses."""
+        store, key = self.session.store, f"run {run.number} expected drop"
         saved = store.read(key)
         if saved is None:
             assert self.session.choosing is not None
-            tally = measured(self.session.model, run.model, self.session.choosing, "agreement")
+            tally = measured(self.session.model, run.model, self.session.choosing, "score")
             if not tally.finite:
                 raise TargetError(
-                    "the network's outputs have no row for each sample, so agreement cannot be "
-                    "measured: give Budget(drop=…, evaluate=…)."
+                    "the network's outputs have no row for each sample, so a drop cannot be "
+                    "estimated: give Budget(drop=…, evaluate=…)."
                 )
-            found = tally.guarantee(level=self.level)
-            store.write(key, {}, {"changed": found.measured, "at_most": found.at_most})
-            changed, at_most = found.measured, found.at_most
+            lost, at_most = tally.drop(self.level)
+            store.write(key, {}, {"lost": lost, "at_most": at_most})
         else:
-            changed, at_most = saved.record["changed"], saved.record["at_most"]
-        return Trial(kept, 1 - changed, changed, at_most)
+            lost, at_most = saved.record["lost"], saved.record["at_most"]
+        return Trial(kept, 1 - lost, lost, at_most)
 
 
-def _judge(session: Session, budget: Budget, most_trials: int) -> _ByScore | _ByAgreement:
+def _judge(session: Session, budget: Budget, most_trials: int) -> _ByScore | _WithoutLabels:
     assert budget.drop is not None
     if budget.evaluate is None:
-        return _ByAgreement(session, budget.drop, most_trials)
+        return _WithoutLabels(session, budget.drop, most_trials)
     return _ByScore(session, budget.evaluate)
 
 

@@ -41,6 +41,55 @@ def stored_bytes(model: nn.Module, counts: Mapping[str, int]) -> int:
     return network_bytes(model) + sum(-(-n // 8) for n in counts.values())
 
 
+# What a tensor takes in a compact file's header without its names, a layer in the record, and the
+# rest of the record. These are somewhat larger than what was found in files.
+_TENSOR_BYTES, _LAYER_BYTES, _RECORD_BYTES = 340, 450, 2000
+
+
+def header_bytes(model: nn.Module, layers: Sequence[Layer]) -> int:
+    """Return about what a compact file takes beside its tensors: layout, record, alignment.
+
+    A weight that the state dict has under two names is written twice.
+
+    Args:
+        model: the network.
+        layers: the layers that are pruned.
+    """
+    state = {
+        name: t
+        for name, t in model.state_dict(keep_vars=True).items()
+        if isinstance(t, Tensor) and not is_lazy(t)
+    }
+    whole = sum(t.numel() * t.element_size() for t in state.values())
+    tensors = sum(_TENSOR_BYTES + 4 * len(name) for name in state)
+    rows = sum(_LAYER_BYTES + 6 * len(layer.name) for layer in layers)
+    return _RECORD_BYTES + tensors + rows + whole - network_bytes(model)
+
+
+def header_room(
+    size: float,
+    model: nn.Module,
+    layers: Sequence[Layer],
+    target: Budget,
+    counts: Mapping[str, int],
+) -> int:
+    """Return the bytes that a budget leaves for the header; 0 where it has no room for one.
+
+    Args:
+        size: the budget in bytes.
+        model: the network.
+        layers: the layers that are pruned.
+        target: the budget, for its limits by layer.
+        counts: how many weights of each layer may go.
+    """
+    gone = sum(
+        removable(target, layer.name, counts[layer.name])[1] * layer.weight.element_size()
+        for layer in layers
+    )
+    header = header_bytes(model, layers)
+    return header if size >= stored_bytes(model, counts) - gone + header else 0
+
+
 def check(
     target: Target, model: nn.Module, layers: Sequence[Layer], prune_bias: bool = False
 ) -> None:

@@ -227,7 +227,7 @@ def _room(
         return None
     room = limit - fixed
     if widest_bytes > _SLACK * room:
-        enough = spelled(_enough(fixed, widest_bytes, needs))
+        enough = memory.enough(_enough(fixed, widest_bytes, needs))
         raise LobsError(
             f"memory={spelled(limit)} is not enough: {spelled(fixed)} for what is there and "
             f"the network's copy, {spelled(widest_bytes)} for layer '{widest}'. "

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +223,11 @@ class PruningResult(PruningRecord):
                 f"'{path}' must end in {ONNX}, {PROGRAM} or {SAFETENSORS}, which name the format."
             )
         if extension == SAFETENSORS:
-            return checkpoint.save_compact(self.model, path, self.masks, self.record(), **options)
+            write_file = partial(checkpoint.save_compact, self.model, path, self.masks, **options)
+            file, limit = write_file(record=self.record()), self.settings.get("file bytes")
+            if limit is None or file.file_bytes <= limit:
+                return file
+            return write_file(record=_short(self.record()))
         if example is None:
             line = f"result.export({os.fspath(path)!r}, example)"
             raise FileError(f"'{path}' needs a batch to follow the network with: write {line}.")
@@ -286,6 +291,15 @@ def _checked_network(network: str) -> str:
             f"network is {network!r}: name the function that makes it, such as 'mycode:network'."
         )
     return network
+
+
+def _short(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without what is long and no promise: curves, times, lists of blocks."""
+    rows = [{**row, "sensitivity": None} for row in record["layers"]]
+    settings = {
+        k: v for k, v in record["settings"].items() if k not in ("blocks", "trials", "refit")
+    }
+    return {**record, "layers": rows, "settings": settings, "phases": {}, "coverage": None}
 
 
 def _layer(row: Mapping[str, Any]) -> LayerResult:

@@ -16,7 +16,7 @@ from lobs._system.run_log import log_event, phase
 from lobs.calibration.batch_norm import BatchNormEffect, reestimate, statistics_of, take_up
 from lobs.calibration.batches import Every, guarded
 from lobs.calibration.blocks import Repeated, in_blocks, layers_of
-from lobs.calibration.comparison import Comparison, LayerDistance
+from lobs.calibration.comparison import Comparison, LayerDistance, between
 from lobs.calibration.layer_problem import asymmetric_problem, histogram, kept_share
 from lobs.calibration.moments import PairedMoments
 from lobs.certificate.bound import Certificate
@@ -354,17 +354,15 @@ class Run:
         return any(self.removed().values())
 
     def _new_comparison(self, partly: bool = False) -> Comparison:
-        """Return an empty comparison; with asymmetric inputs of every layer too.
+        """Return an empty comparison of the networks and of their layers.
 
         Args:
             partly: it will see a part of the data.
         """
-        session, pairs = self.session, []
-        if session.options.inputs == "asymmetric":
-            layers = self.layers()
-            pairs = [(x, layers[x.name]) for x in session.layers if not x.routed]
-        expected = None if partly else session.calibration.samples
-        return Comparison(session.model, self.model, pairs, expected)
+        session, layers = self.session, self.layers()
+        samples = None if partly else session.calibration.samples
+        pairs = [(x, layers[x.name]) for x in session.layers if not x.routed]
+        return between(session.model, self.model, pairs, session.options.inputs, samples)
 
 
 def start_run(session: Session, plan: Plan, *, last: bool = True) -> Run:

@@ -235,7 +235,8 @@ class Session:
             case Budget(parameters=int() | float() as kept):
                 return self.allocated(target, max(0.0, total - kept))
             case Budget(bytes=int() | float() as size):
-                spare = feasibility.stored_bytes(self.model, self.prunable) - size
+                room = feasibility.header_room(size, self.model, self.layers, target, self.prunable)
+                spare = feasibility.stored_bytes(self.model, self.prunable) + room - size
                 return self.allocated(target, max(0.0, spare), self._bytes_each())
             case Budget(flops=int() | float() as flops):
                 uses = self._flops_each()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,19 @@ def gain(kept: int, total: int) -> str:
 
 def plain_text(result: PruningRecord) -> str:
     """Return the gain, a table of layers, and a line for everything else that is known."""
-    return "\n".join([gain(result.kept, result.total), *table(result.layers), *_notes(result)])
+    lines = [gain(result.kept, result.total), *_headline(result), *table(result.layers)]
+    return "\n".join([*lines, *_notes(result)])
+
+
+def _headline(result: PruningRecord) -> list[str]:
+    """Return one sentence on how the outputs changed: the guarantee, or the measured change.
+
+    There is none where the output's size is not known, because a bare norm says nothing.
+    """
+    found = result.certificate
+    if found.guarantee is not None:
+        return [f"{found.guarantee}."]
+    return [] if found.relative(found.measured) is None else [_change(result)]
 
 
 def table(layers: Sequence[LayerResult]) -> list[str]:
@@ -53,13 +66,14 @@ def table(layers: Sequence[LayerResult]) -> list[str]:
 
 def html_table(result: PruningRecord) -> str:
     """Return the gain and a table of layers as HTML without scripts or styles."""
+    said = "".join(_headline(result) or [_change(result)])
     head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(layer))}</tr>"
         for layer in result.layers
     )
     return (
-        f"<p><b>{escape(gain(result.kept, result.total))}</b> {escape(_change(result))}</p>"
+        f"<p><b>{escape(gain(result.kept, result.total))}</b> {escape(said)}</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
 
@@ -91,10 +105,20 @@ def _change(result: PruningRecord) -> str:
     samples = result.settings.get("measured samples", result.settings.get("samples"))
     unit = "root mean square" if found.output_norm is None else "of the output's norm"
     unit += f", {samples:,} calibration samples" if samples else ""
-    line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."
+    stays = "" if not found.certified else f"; {stay(found.certified)}"
+    line = f"Output change: {', '.join(parts) or 'not measured'} ({unit}){stays}."
     if found.bound is not None or found.guarantee is not None:
         return line
     return f"{line} No bound: {found.reason}."
+
+
+def stay(certified: float) -> str:
+    """Return the share of certified answers in words, rounded down.
+
+    >>> stay(0.98765)
+    '98.7 % of their answers provably stay'
+    """
+    return f"{math.floor(1000 * certified) / 10:g} % of their answers provably stay"
 
 
 def _speed(time: Mapping[str, Any]) -> str:
@@ -111,9 +135,8 @@ def _speed(time: Mapping[str, Any]) -> str:
 
 
 def _notes(result: PruningRecord) -> list[str]:
-    settings, lines = result.settings, [_change(result)]
-    if result.certificate.guarantee is not None:
-        lines.append(f"{result.certificate.guarantee}.")
+    settings = result.settings
+    lines = [] if (said := _change(result)) in _headline(result) else [said]
     if result.coverage is not None:
         lines.insert(0, f"Prunable: {result.coverage}")
     damped = [f"{printable(x.name)} ({x.damping:.1e})" for x in result.layers if x.damping]
@@ -133,6 +156,15 @@ def _notes(result: PruningRecord) -> list[str]:
         lines.append(
             f"Rarely used experts, with the number of their tokens: {seen}. Calibrate on more data."
         )
+    if "header" in settings:
+        lines.append(
+            "The budget counts tensors alone: it leaves no room for a compact file's header of up "
+            f"to {settings['header']:,} bytes."
+        )
+    lost = settings.get("underflow", {})
+    if lost:
+        seen = ", ".join(f"{printable(name)} ({count:,})" for name, count in lost.items())
+        lines.append(f"Kept weights that half precision rounds to zero: {seen}.")
     if "time" in settings:
         lines.append(_speed(settings["time"]))
     if "trials" in settings:

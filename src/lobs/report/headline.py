@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lobs.calibration.forward import call, evaluating, main_output
 from lobs.errors import LobsError
+from lobs.pruning.summary import stay
 from lobs.report import pictures
 from lobs.report.figures import Figure, axis, bars, figure, height, rows_of
 from lobs.report.words import fixed, percent, relative, short_names, size, times
@@ -107,14 +108,20 @@ class Facts:
                     "as the dense network.",
                 )
             )
-        moved = run.pruning.certificate.relative(run.pruning.certificate.measured)
+        certificate = run.pruning.certificate
+        moved, certified = certificate.relative(certificate.measured), certificate.certified
         if not found and moved is not None:
+            stays = f"; {stay(certified)}" if certified else ""
             found.append(
-                Fact(f"The output changed by {percent(moved)}", "on the calibration samples.")
+                Fact(
+                    f"The output changed by {percent(moved)}", f"on the calibration samples{stays}."
+                )
             )
-        guarantee = run.pruning.certificate.guarantee
-        if guarantee is not None:
-            found.append(Fact(guarantee.claim, f"{guarantee.scope}."))
+        elif certified:
+            words = "On the calibration samples"
+            found.append(Fact(words, f"{stay(certified)}."))
+        if certificate.guarantee is not None:
+            found.append(Fact(certificate.guarantee.claim, f"{certificate.guarantee.scope}."))
         return found
 
     def change(self) -> str:

@@ -31,7 +31,7 @@ from lobs.storage.digest import Digest, digest_of, identified
 
 _IDENTITY = "run.json"
 # Raise this when the same settings lead to other numbers: older run stores are then refused.
-_METHOD = 9
+_METHOD = 10
 _LOCK = ".lock"
 # A long pass over the data is saved at intervals. Saving takes at most this share of the time, and
 # happens at most this often.
