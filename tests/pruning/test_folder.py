@@ -339,7 +339,6 @@ def test_what_cannot_be_done_is_one_line(tmp_path):
     refused(lambda: pruned(tmp_path, inputs="dense"), "'asymmetric'")
     refused(lambda: pruned(tmp_path, solver="obd-fisher"), "gradients")
     refused(lambda: pruned(tmp_path, layers="head"), "outside the blocks")
-    refused(lambda: pruned(tmp_path, execution=Execution(distributed=True)), "distributed")
     refused(lambda: pruned(tmp_path, dense), "in memory", "lobs.prune")
     refused(lambda: pruned(tmp_path, lambda: 3), "returned a int")
     refused(lambda: pruned(tmp_path, 3), "model is a int")

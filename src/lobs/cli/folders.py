@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,10 +121,15 @@ def prune_folder(
     by_share = free and type(target).__name__ == "Sparsity"
     how: dict[str, Any] = {"keep": 1 - amount.fraction()} if by_share else {"target": target}  # type: ignore[operator]
     with working(json):
-        result = hub.prune(
-            network, given, **how, out=place, weights=weights, reading=reading,
-            progress=not json, **options,
-        )  # fmt: skip
+        try:
+            result = hub.prune(
+                network, given, **how, out=place, weights=weights, reading=reading,
+                progress=not json, **options,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            if place.is_dir():
+                sys.stderr.write(f"'{place}' keeps the finished blocks: the same command continues there.\n")
+            raise
     print_json(result.record()) if json else say(result.summary())
 
 
