@@ -1,4 +1,4 @@
-"""Several processes prune one folder: the network of one process, one writer, killed and resumed."""
+"""Several processes prune one folder: as one process would, with one writer, and resumed."""
 
 from __future__ import annotations
 

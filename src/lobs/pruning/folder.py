@@ -34,7 +34,7 @@ from lobs.pruning.folder_walk import FolderOptions, Need, Walk
 from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.pruning.refit.blocks import BlockRefit, BlockRefits
 from lobs.pruning.result import LayerResult
-from lobs.pruning.summary import gain, table
+from lobs.pruning.summary import gain, short_table
 from lobs.solvers import as_solver
 from lobs.storage.run_store import fingerprint, open_run_store
 from lobs.storage.shards import Shards, output_folder
@@ -83,7 +83,7 @@ class FolderResult:
 
     def summary(self) -> str:
         """Return the gain, a table of layers, and a line for everything else that is known."""
-        lines = [gain(self.kept, self.total), *table(self.layers)]
+        lines = [gain(self.kept, self.total), *short_table(self.layers)]
         if self.dense:
             lines.append(f"Left dense: {', '.join(self.dense)}.")
         if self.refits:

@@ -60,14 +60,24 @@ class FolderBlocks:
 
     def __init__(self, skeleton: Skeleton, batches: Iterable[Any], *, hold_out: bool) -> None:
         self.skeleton, self.batches, self.hold_out = skeleton, batches, hold_out
-        self.row = Row(skeleton.blocks, True)
+        self.row, self.odd = Row(skeleton.blocks, True), ""
         self._form: Callable[[Tensor], Any] = lambda x: x
 
     def look(self) -> int:
         """Run one batch through the skeleton and the first block; check that blocks make a row.
 
-        Returns the bytes of the batch's activations.
+        Returns the bytes of the batch's activations. With several processes, what is odd about the
+        blocks waits until they `agree`.
         """
+        try:
+            return self._look()
+        except BlocksError as error:
+            if process_group().size == 1:
+                raise
+            self.row, self.odd = Row([], True), str(error)
+            return 0
+
+    def _look(self) -> int:
         batch = next(iter(self.batches), None)
         if batch is None and process_group().size > 1:
             self.row = Row([], True)  # `agree` takes the other processes' row
@@ -92,14 +102,17 @@ class FolderBlocks:
 
     def agree(self) -> None:
         """Take one row in all processes: a process without data follows the others."""
-        rows = process_group().all_gather([self.row.blocks, self.row.uniform])
+        rows = process_group().all_gather([self.row.blocks, self.row.uniform, self.odd])
+        fault = next((text for _, _, text in rows if text), None)
+        if fault is not None:
+            raise BlocksError(fault)
         seen = [row for row in rows if row[0]]
         if not seen:
             raise CalibrationError(_NO_BATCH)
         odd = next((row for row in seen if row[0] != seen[0][0]), None)
         if odd is not None:
             raise BlocksError(f"the order of blocks follows the data, {_REMEDY}")
-        self.row = Row(list(seen[0][0]), all(uniform for _, uniform in seen))
+        self.row = Row(list(seen[0][0]), all(uniform for _, uniform, _ in seen))
 
     def start(self, reserved: int = 0) -> None:
         """Run all batches up to the first block.
