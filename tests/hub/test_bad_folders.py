@@ -169,9 +169,9 @@ def test_places_that_cannot_be_written(big, tmp_path):
 
 def test_data_files_that_hold_nothing_or_something_else(big, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    refused(big, "empty.txt", data=tmp_path / "empty.txt")
+    refused(big, "'empty.txt' holds no text", data=tmp_path / "empty.txt")
     (tmp_path / "blank.txt").write_text(" \n\n")
-    refused(big, "fewer than one row", data=tmp_path / "blank.txt")
+    refused(big, "'blank.txt' holds no text", data=tmp_path / "blank.txt")
     (tmp_path / "lines.jsonl").write_text('{"text": "the cat", "n": 1}\n')
     how = {"data": tmp_path / "lines.jsonl"}
     refused(big, "body", "text", reading=Reading(field="body", length=16), **how)
