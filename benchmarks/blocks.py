@@ -44,13 +44,15 @@ from benchmarks.language_models import (
 class Case:
     """A model, rows of tokens that may calibrate, and how a pruned one is judged.
 
-    `loss` is the perplexity, or one minus the mean cosine. `best` is the dense network's.
+    `loss` is the perplexity, or one minus the mean cosine. `best` is the dense network's. `judged`
+    says what the loss is measured on.
     """
 
     model: nn.Module
     calibrate: Tensor
     loss: Callable[[nn.Module], float]
     best: float
+    judged: str = ""
 
 
 def case(given: argparse.Namespace) -> Case:
@@ -76,9 +78,15 @@ def case(given: argparse.Namespace) -> Case:
         judge = judge[torch.randperm(len(judge), generator=seed)[:512]]
         dense = embeddings(model, judge)
         return Case(
-            model, calibrate, lambda m: 1 - float((embeddings(m, judge) * dense).sum(1).mean()), 0.0
-        )
-    return Case(model, calibrate, partial(perplexity, rows=judge), perplexity(model, judge))
+            model, calibrate, lambda m: 1 - float((embeddings(m, judge) * dense).sum(1).mean()),
+            0.0, _judged(judge),
+        )  # fmt: skip
+    best = perplexity(model, judge)
+    return Case(model, calibrate, partial(perplexity, rows=judge), best, _judged(judge))
+
+
+def _judged(rows: Tensor) -> str:
+    return f"{len(rows):,} rows of {rows.shape[1]:,} tokens"
 
 
 def head(model: nn.Module) -> tuple[str, ...]:

@@ -129,6 +129,10 @@ def smollm2(folder: Path) -> tuple[nn.Module, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32, attn_implementation="sdpa"
     )
+    # The weights were expanded to float32, but transformers calls them quantised and saves nothing.
+    for key in ("quantization_config", "_pre_quantization_dtype"):
+        model.config.__dict__.pop(key, None)
+    model.hf_quantizer, model.is_quantized = None, False
     model.config.use_cache = False
     return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=file)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.baselines.admm import admm
 from benchmarks.baselines.column_sweep import column_sweep
-from lobs.calibration.blocks import in_blocks, layers_of
+from lobs.calibration.blocks import Block, in_blocks, layers_of
 from lobs.layers import find_layers
 
 Rival = Callable[[Tensor, Tensor, float, tuple[int, int] | None], Tensor]
@@ -42,7 +42,22 @@ def alps(
     return admm(weight, moment.float(), sparsity, pattern=pattern)
 
 
-RIVALS: dict[str, Rival] = {"Wanda": wanda, "SparseGPT": sparsegpt, "ADMM": alps}
+def magnitude(
+    weight: Tensor, moment: Tensor, sparsity: float, pattern: tuple[int, int] | None
+) -> Tensor:
+    """Keep the largest weights of the layer, or of every group; the data count nothing."""
+    n, m = pattern or (weight.numel() - round(sparsity * weight.numel()), weight.numel())
+    groups = weight.abs().reshape(-1, m)
+    kept = torch.zeros_like(groups).scatter(-1, groups.topk(n, dim=-1).indices, 1.0)
+    return weight * kept.view_as(weight)
+
+
+RIVALS: dict[str, Rival] = {
+    "magnitude": magnitude,
+    "Wanda": wanda,
+    "SparseGPT": sparsegpt,
+    "ADMM": alps,
+}
 
 
 def pruned_by(
@@ -60,13 +75,27 @@ def pruned_by(
     pruned = copy.deepcopy(model)
     pairs = list(zip(find_layers(model, skip=skip), find_layers(pruned, skip=skip), strict=True))
     for block in in_blocks(model, pruned, batches, pairs):
-        for layer, moments in layers_of(block):
-            assert moments is not None
-            d = layer.columns
-            matrix, moment = layer.matrix(), moments.pruned.moment
-            for group, own in zip(matrix, moment, strict=True):
-                group[:, :d] = RIVALS[rival](
-                    group[:, :d].float(), own[:d, :d], sparsity, pattern
-                ).to(group)
-            layer.write(matrix)
+        solve_layers(block, rival, sparsity, pattern)
     return pruned
+
+
+def solve_layers(
+    block: Block, rival: str, sparsity: float, pattern: tuple[int, int] | None
+) -> None:
+    """Prune the layers of a block in place, in running order.
+
+    Args:
+        block: the block.
+        rival: a name of `RIVALS`.
+        sparsity: fraction of each layer that goes.
+        pattern: n and m, in place of a fraction.
+    """
+    for layer, moments in layers_of(block):
+        assert moments is not None
+        d = layer.columns
+        matrix, moment = layer.matrix(), moments.pruned.moment
+        for group, own in zip(matrix, moment, strict=True):
+            group[:, :d] = RIVALS[rival](group[:, :d].float(), own[:d, :d], sparsity, pattern).to(
+                group
+            )
+        layer.write(matrix)

@@ -133,6 +133,12 @@ def test_a_score_is_larger_the_better_and_metric_error_negates_one(own):
         (["--epsilon", "0.1", "--at-most", "*=0.5"], "whole network"),
         (["--pattern", "2:4", "--at-most", "*=0.5"], "not with a pattern"),
         (["--bytes", "10"], "cannot be removed"),
+        (["--speedup", "2x", "--latency", "5ms"], "exactly one"),
+        (["--speedup", "fast"], "--speedup 'fast' is not a factor"),
+        (["--speedup", "0.5x"], "at least 1"),
+        (["--speedup", "2x", "--scope", "layer"], "whole network"),
+        (["--latency", "5"], "not a time with its unit"),
+        (["--latency", "soon ms"], "not a time with its unit"),
         (["--keep", "0=30%", "--at-most", "*=0.5"], "its own fraction"),
     ],
 )
@@ -148,3 +154,36 @@ def test_what_cannot_be_is_one_clear_line(own, options, said):
 def test_rounds_are_refused_where_nothing_is_shared_out(own, target):
     with pytest.raises(LobsError, match="--rounds goes with a budget"):
         invoke("prune", own, *target, "--rounds", 3)
+
+
+@pytest.mark.parametrize(
+    ("amount", "field", "value", "word"),
+    [
+        ({"speedup": "2x"}, "speedup", 2.0, "speedup2x"),
+        ({"speedup": " 1.5 "}, "speedup", 1.5, "speedup1.5"),
+        ({"latency": "5ms"}, "latency", 5e-3, "latency5ms"),
+        ({"latency": "0.2 s"}, "latency", 0.2, "latency0.2s"),
+        ({"latency": "200us"}, "latency", 2e-4, "latency200us"),
+    ],
+)
+def test_time_budgets_are_those_of_python(amount, field, value, word):
+    from lobs.cli.budgets import Amount
+
+    given = Amount(**amount)
+    given.check(None)
+    assert getattr(given.target(), field) == pytest.approx(value) and given.words() == word
+
+
+@pytest.mark.slow
+def test_a_network_gets_faster_by_one_command(tmp_path, monkeypatch):
+    (tmp_path / "widenet.py").write_text(
+        "import torch\nfrom torch import nn\n\ndef network():\n"
+        "    torch.manual_seed(0)\n"
+        "    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))\n"
+        "    return model, list(torch.randn(4, 256, 1024))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = as_json("prune", "widenet:network", "--speedup", "1.5x", "--solver", "magnitude")
+    assert done["kept"] < 0.8 * done["total"]
+    assert done["settings"]["time"]["predicted speedup"] > 1.3

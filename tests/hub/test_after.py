@@ -121,7 +121,8 @@ def test_the_shell_prunes_measures_compares_and_verifies(folders, tmp_path, monk
     for line in (
         ["prune", big, "--keep", "50%"],
         ["eval", "small/"],
-        ["prune", big, "--keep", "50%", *words, "--report", "r.html"],
+        ["prune", big, "--keep", "50%", *words, "--dry-run"],
+        ["prune", big, "--speedup", "2x", *words],
         ["prune", big, "--drop", "1%", *words],
         ["prune", "lenet300", "--keep", "50%", "--data", text],
     ):

@@ -152,6 +152,34 @@ def test_places_that_cannot_be_written(big, tmp_path):
                 reading=Reading(samples=8, length=16), **how,
             )  # fmt: skip
     assert (big / "tokenizer.json").is_file()
+    for out in (big / "small", big / "a" / "b"):
+        with pytest.raises(lobs.LobsError, match="which lies in the source"):
+            lobs.hub.prune(big, sentences(), keep=0.5, out=out, progress=False)
+        assert not out.exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    for how in ({}, {"inputs": "pruned", "refit": "layers"}):
+        with pytest.raises(lobs.LobsError, match=r"holds 'mine.txt'|not empty"):
+            lobs.hub.prune(
+                big, sentences(), keep=0.5, out=tmp_path / "full", progress=False,
+                reading=Reading(samples=8, length=16), **how,
+            )  # fmt: skip
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["mine.txt"]
+
+
+def test_data_files_that_hold_nothing_or_something_else(big, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    refused(big, "'empty.txt' holds no text", data=tmp_path / "empty.txt")
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    refused(big, "'blank.txt' holds no text", data=tmp_path / "blank.txt")
+    (tmp_path / "lines.jsonl").write_text('{"text": "the cat", "n": 1}\n')
+    how = {"data": tmp_path / "lines.jsonl"}
+    refused(big, "body", "text", reading=Reading(field="body", length=16), **how)
+    refused(big, "n", reading=Reading(field="n", length=16), **how)
+    (tmp_path / "lines.jsonl").write_text("")
+    refused(big, "lines.jsonl", **how)
+    (tmp_path / "nothing").mkdir()
+    refused(big, "nothing", data=tmp_path / "nothing")
 
 
 def test_without_transformers_one_line_says_how_to_get_it(big, monkeypatch):

@@ -257,3 +257,11 @@ def test_the_record_says_where_the_data_came_from(tmp_path):
     )
     assert any("nats on held-out samples" in note for note in result.notes)
     assert with_tokenizer(tmp_path / "tokens").is_dir()
+
+
+def test_an_encoder_decoder_is_in_memory_and_says_so(tmp_path):
+    big = written(tmp_path / "big", "T5ForConditionalGeneration")
+    result = pruned(big, sentences(), tmp_path / "small", measure=False)
+    assert result.settings["blocks"] == "in memory"
+    assert any("an encoder and a decoder are two rows" in note for note in result.notes)
+    assert "two rows of blocks" in result.summary()

@@ -114,7 +114,7 @@ def written(path, build=Decoder, kind=torch.float32):
     for part in range(3):  # tensors of one block lie in several shards
         file = f"model-{part + 1:05}-of-00003.safetensors"
         files |= dict.fromkeys(names[part::3], file)
-        save_file({name: state[name] for name in names[part::3]}, path / file)
+        save_file({name: state[name].clone() for name in names[part::3]}, path / file)
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (path / "config.json").write_text('{"depth": 4}')
     return model
@@ -245,6 +245,63 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, monkeypatch, refit, sto
         refused(lambda: pruned(tmp_path, **how), "no unfinished run")
 
 
+class Shares(Decoder):
+    """Blocks share a buffer, which a folder stores once."""
+
+    def __init__(self):
+        super().__init__()
+        gain = torch.linspace(0.5, 1.0, 8)
+        for block in self.blocks:
+            block.register_buffer("gain", gain)
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h, scale=block.gain)[0]
+        return self.head(self.norm(h))
+
+
+def test_a_buffer_that_blocks_share_is_stored_once(tmp_path, monkeypatch):
+    dense = written(tmp_path / "big", Shares)
+    places = json.loads((tmp_path / "big" / INDEX).read_text())["weight_map"]
+    gains = sorted(name for name in places if name.endswith(".gain"))
+    for name in gains[1:]:
+        path = tmp_path / "big" / places.pop(name)
+        save_file({n: t for n, t in load_file(path).items() if n != name}, path)
+    (tmp_path / "big" / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    pruned(tmp_path, Shares, name="whole")
+    write, calls = folder_walk.write_shard, []
+
+    def dying(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise Killed
+        write(*given)
+
+    monkeypatch.setattr(folder_walk, "write_shard", dying)
+    with pytest.raises(Killed):
+        pruned(tmp_path, Shares)
+    monkeypatch.setattr(folder_walk, "write_shard", write)
+    assert pruned(tmp_path, Shares).found == 2
+    found = state(tmp_path / "small")
+    assert [name for name in found if name.endswith(".gain")] == gains[:1]
+    assert torch.equal(found[gains[0]], dense.blocks[0].gain)
+    assert equal(found, state(tmp_path / "whole"))
+
+
+def test_batches_run_once_up_to_the_first_block(tmp_path):
+    written(tmp_path / "big")
+    seen = []
+
+    class Counted(Decoder):
+        def forward(self, ids):
+            seen.append(id(ids))
+            return super().forward(ids)
+
+    pruned(tmp_path, Counted, batches=data(5))
+    assert len(seen) == 3 + 5  # three looks at the first batch, then each once
+
+
 def test_other_weights_are_another_run(tmp_path, monkeypatch):
     written(tmp_path / "big")
     monkeypatch.setattr(folder_walk.Walk, "complete", lambda _: (_ for _ in ()).throw(Killed))
@@ -339,7 +396,6 @@ def test_what_cannot_be_done_is_one_line(tmp_path):
     refused(lambda: pruned(tmp_path, inputs="dense"), "'asymmetric'")
     refused(lambda: pruned(tmp_path, solver="obd-fisher"), "gradients")
     refused(lambda: pruned(tmp_path, layers="head"), "outside the blocks")
-    refused(lambda: pruned(tmp_path, execution=Execution(distributed=True)), "distributed")
     refused(lambda: pruned(tmp_path, dense), "in memory", "lobs.prune")
     refused(lambda: pruned(tmp_path, lambda: 3), "returned a int")
     refused(lambda: pruned(tmp_path, 3), "model is a int")

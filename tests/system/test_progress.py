@@ -139,6 +139,25 @@ def test_without_a_terminal_a_long_phase_is_one_line(monkeypatch):
     assert re.fullmatch(r"\[ +\d+ s\] calibrate(, about \d+ s left)?", line)
 
 
+def test_without_a_terminal_a_phase_that_goes_on_is_a_line_now_and_then(monkeypatch):
+    monkeypatch.setattr(progress, "_AGAIN", 0.15)
+    found = lines(monkeypatch, 0.05, 0.8)
+    assert len(found) > 2 and all("calibrate" in line for line in found)
+
+
+def test_compiling_is_a_line_of_its_own_and_the_phase_follows(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "_TICK", 0.02)
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    with shown(), phase("calibrate"):
+        for starts in (True, False):
+            compiling(starts)
+            time.sleep(0.25)
+    first, second = written.getvalue().splitlines()
+    assert "compiling kernels" in first and second.endswith("calibrate")
+
+
 def test_without_a_terminal_a_short_phase_is_no_line(monkeypatch):
     assert lines(monkeypatch, 5, 0.1) == []
 

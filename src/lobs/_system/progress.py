@@ -5,7 +5,7 @@ done. Nothing is shown unless a caller has opened `shown()`, so solvers report p
 carrying a display through every signature.
 
 A terminal gets one line: the phase, a bar, and the time left. Without a terminal every phase that
-lasts over two seconds is one line on standard error.
+lasts over two seconds is one line on standard error, and a long one adds a line every minute.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ Advance = Callable[[int], None]
 
 PATIENCE = 2.0  # seconds before anything is shown
 _TICK = 0.2  # seconds between two looks at the clock
+_AGAIN = 60.0  # seconds between two lines of one step, without a terminal
 COMPILING = "compiling kernels (first run only)"
 
 # Phase → the word a user reads. Phases that are not listed are shown by their own name.
@@ -72,7 +73,6 @@ class _Step:
 
     word: str
     began: float
-    announced: bool = False
     done: float = 0.0  # cost of the layers that are finished
 
 
@@ -205,6 +205,8 @@ class _Watcher(Thread):
         self.bars: Progress | None = None
         self.terminal: bool | None = None
         self.share = 0.0
+        self.wrote_about: tuple[float, bool] | None = None  # the last line's step, if compiling
+        self.wrote = 0.0  # when the last line was written
 
     def run(self) -> None:
         """Watch until `close`."""
@@ -231,11 +233,14 @@ class _Watcher(Thread):
 
     def _announce(self) -> None:
         """Write one line for a step that has lasted long enough."""
-        step = self.display.step
-        if step is None or step.announced or time.monotonic() - step.began < PATIENCE:
+        step, now = self.display.step, time.monotonic()
+        if step is None or now - step.began < PATIENCE:
             return
-        step.announced = True
-        passed = time.monotonic() - self.display.opened
+        about = (step.began, bool(self.display.compiling))
+        if about == self.wrote_about and now - self.wrote < _AGAIN:
+            return
+        self.wrote_about, self.wrote = about, now
+        passed = now - self.display.opened
         with suppress(OSError, ValueError):  # standard error may be closed by now
             sys.stderr.write(f"[{passed:5.0f} s] {self.display.words()}{self._time_left()}\n")
             sys.stderr.flush()

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lobs.cli.options import TARGET
-from lobs.cli.values import complement, parse_drop, parse_fractions, require_one
+from lobs.cli.values import (
+    complement,
+    parse_drop,
+    parse_factor,
+    parse_fractions,
+    parse_seconds,
+    require_one,
+)
 from lobs.errors import LobsError, TargetError
 
 if TYPE_CHECKING:
@@ -51,6 +58,22 @@ BytesOption = Annotated[
         min=0,
         help="Bytes: kept weights, a bit mask, the rest dense.",
         metavar="N",
+        rich_help_panel=TARGET,
+    ),
+]
+SpeedupOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Times as fast on this machine, once accelerated: 2x.",
+        metavar="FACTOR",
+        rich_help_panel=TARGET,
+    ),
+]
+LatencyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Time of one input on this machine, once accelerated: 5ms, 0.2s.",
+        metavar="TIME",
         rich_help_panel=TARGET,
     ),
 ]
@@ -120,12 +143,15 @@ class Amount:
     at_least: str | None = None
     at_most: str | None = None
     rounds: int | None = None
+    speedup: str | None = None
+    latency: str | None = None
 
     def check(self, pattern: str | None) -> None:
         """Refuse options that contradict each other."""
         require_one(
             keep=self.keep, drop=self.drop, parameters=self.parameters, flops=self.flops,
-            bytes=self.size, sparsity=self.sparsity, epsilon=self.epsilon, pattern=pattern,
+            bytes=self.size, sparsity=self.sparsity, epsilon=self.epsilon, speedup=self.speedup,
+            latency=self.latency, pattern=pattern,
         )  # fmt: skip
         if self.relative and self.epsilon is None:
             raise LobsError("--relative goes with --epsilon.")
@@ -187,6 +213,8 @@ class Amount:
             more: dict[str, Any] = {"drop": parse_drop(self.drop), "evaluate": _not_yet}
         else:
             more = {"parameters": self.parameters, "flops": self.flops, "bytes": self.size}
+            more |= {"speedup": None if self.speedup is None else parse_factor(self.speedup)}
+            more |= {"latency": None if self.latency is None else parse_seconds(self.latency)}
             more |= {} if self.rounds is None else {"rounds": self.rounds}
         return Budget(**more, **cast(dict[str, Any], limits))
 
@@ -209,6 +237,9 @@ class Amount:
         ):
             if value is not None:
                 return f"{value:g}{word}" if value >= 1e6 else f"{value:.0f}{word}"
+        for text, word in ((self.speedup, "speedup"), (self.latency, "latency")):
+            if text is not None:
+                return f"{word}{text.strip().replace(' ', '')}"
         if self.drop is not None:
             return f"drop{self.drop.strip().rstrip('%')}"
         text = self.epsilon or ""

@@ -7,18 +7,46 @@ from typing import Annotated, Any
 
 import typer
 
-from lobs.cli.folders import FieldOption, LengthOption
-from lobs.cli.options import DATA, JsonOption, SamplesOption
-from lobs.cli.output import print_json, say, working
+from lobs.cli.folders import FieldOption, JudgedOption, LengthOption, write_page
+from lobs.cli.options import DATA, OUTPUT, JsonOption
+from lobs.cli.output import change, print_json, say, working
+from lobs.storage.outputs import PAGE, output_path
 
-FolderArgument = Annotated[
-    Path, typer.Argument(help="A folder of transformers or timm.", metavar="FOLDER")
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(help="Also write an HTML page.", metavar="FILE", rich_help_panel=OUTPUT),
+]
+SmallArgument = Annotated[
+    Path, typer.Argument(help="The folder of the pruned network.", metavar="PRUNED")
+]
+DenseArgument = Annotated[
+    Path, typer.Argument(help="The folder of the dense network.", metavar="DENSE")
+]
+TasksOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Tasks of EleutherAI's harness, such as arc_easy,piqa: pip install 'lobs[lm-eval]'.",
+        metavar="NAMES",
+        rich_help_panel=DATA,
+    ),
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Samples of each task; all if not given.", metavar="N", rich_help_panel=DATA
+    ),
+]
+OwnTasksOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder with task files of your own.", metavar="FOLDER", rich_help_panel=DATA
+    ),
 ]
 
 
 def compare(
-    small: FolderArgument,
-    dense: FolderArgument,
+    small: SmallArgument,
+    dense: DenseArgument,
     data: Annotated[
         Path,
         typer.Option(
@@ -30,7 +58,7 @@ def compare(
     ],
     field: FieldOption = None,
     length: LengthOption = None,
-    samples: SamplesOption = None,
+    samples: JudgedOption = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -39,6 +67,10 @@ def compare(
             rich_help_panel=DATA,
         ),
     ] = None,
+    tasks: TasksOption = None,
+    limit: LimitOption = None,
+    own_tasks: OwnTasksOption = None,
+    report: ReportOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compare two folders: metrics of both, agreement, KL divergence, and what both write.
@@ -46,17 +78,28 @@ def compare(
     Examples:
       lobs compare small/ big/ --data test.txt
       lobs compare small/ big/ --data test.jsonl --field text --length 1024 --json
+      lobs compare small/ big/ --data test.txt --report page.html --tasks arc_easy,piqa
     """
     from lobs.zoo import hub
 
     reading = hub.Reading(length=length, samples=samples, field=field)
+    if report is not None:
+        output_path(report, PAGE)
+    named = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     with working(json):
-        found = hub.compare(small, dense, data, reading=reading, prompts=prompt)
+        found = hub.compare(
+            small, dense, data, reading=reading, prompts=prompt, tasks=named, limit=limit,
+            own_tasks=own_tasks,
+        )  # fmt: skip
+        if report is not None:
+            write_page(report, found, small)
     if json:
-        print_json(found)
+        print_json({**found, **({} if report is None else {"report": str(report)})})
         return
     for line in _lines(found):
         say(line)
+    if report is not None:
+        say(f"report: {report}")
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -72,6 +115,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"KL(dense ‖ small): {found['kl']:.4g} nats for each prediction")
     if "cosine" in found:
         lines.append(f"cosine: {found['cosine']:.5f}")
+    for task, values in found.get("tasks", {}).items():
+        for name, value in values["small"].items():
+            before = values["dense"].get(name)
+            lines.append(f"{task}: {change(name, before, value)}")
     length = f", length {found['length']}" if "length" in found else ""
     lines.append(f"on {found['samples']:,} samples of {found['data']}{length}")
     for row in found["generations"]:

@@ -6,12 +6,13 @@ from lobs.cli.folders import (
     DataOption,
     DenseOption,
     FieldOption,
+    JudgedOption,
     LengthOption,
     evaluate_folder,
     is_folder,
     refuse_data,
 )
-from lobs.cli.options import CodeOption, JsonOption, SamplesOption, SubjectArgument, TrustOption
+from lobs.cli.options import CodeOption, JsonOption, SubjectArgument, TrustOption
 from lobs.cli.output import print_json, say
 
 
@@ -21,7 +22,7 @@ def evaluate(
     dense: DenseOption = None,
     field: FieldOption = None,
     length: LengthOption = None,
-    samples: SamplesOption = None,
+    samples: JudgedOption = None,
     code: CodeOption = None,
     trust: TrustOption = False,
     json: JsonOption = False,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lobs.cli.options import DATA
-from lobs.cli.output import announce, print_json, say, working
+from lobs.cli.output import announce, command_line, print_json, say, working
 from lobs.errors import LobsError
 
 if TYPE_CHECKING:
@@ -52,6 +53,16 @@ WeightsOption = Annotated[
         "--weights",
         help="For timm:name: its safetensors file.",
         metavar="FILE",
+        rich_help_panel=DATA,
+    ),
+]
+JudgedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--samples",
+        min=1,
+        help="Samples to measure on; all if not given.",
+        metavar="N",
         rich_help_panel=DATA,
     ),
 ]
@@ -104,12 +115,19 @@ def prune_folder(
     words: str,
     weights: Path | None,
     options: dict[str, Any],
+    report: Path | None,
+    time_out: float,
     json: bool,
 ) -> None:
     """Prune a folder, or a timm network with its weights; print the result."""
+    from dataclasses import replace
+
+    from lobs._system.distributed import launched_group
     from lobs.zoo import hub
 
     given = need_data(data, "prune", network)
+    if report is not None and not Path(network).is_dir():
+        raise LobsError(f"--report compares two folders, and '{network}' is none: leave it out.")
     name = f"{Path(network).resolve().name if Path(network).is_dir() else network}-{words}"
     place = out or Path(name.replace(":", "-"))
     announce(place, json)
@@ -119,12 +137,69 @@ def prune_folder(
     )  # fmt: skip
     by_share = free and type(target).__name__ == "Sparsity"
     how: dict[str, Any] = {"keep": 1 - amount.fraction()} if by_share else {"target": target}  # type: ignore[operator]
-    with working(json):
-        result = hub.prune(
-            network, given, **how, out=place, weights=weights, reading=reading,
-            progress=not json, **options,
-        )  # fmt: skip
-    print_json(result.record()) if json else say(result.summary())
+    with working(json), launched_group(time_out) as group:
+        if group.size > 1:
+            options["execution"] = replace(options["execution"], distributed=True)
+        try:
+            result = hub.prune(
+                network, given, **how, out=place, weights=weights, reading=reading,
+                progress=not json, **options,
+            )  # fmt: skip
+            if report is not None and group.leads:
+                _held_out_page(report, place, Path(network), given, reading)
+        except KeyboardInterrupt:
+            if place.is_dir():
+                sys.stderr.write(
+                    f"'{place}' keeps the finished blocks: the same command continues there.\n"
+                )
+            raise
+    if not group.leads:  # the first process speaks for all
+        return
+    written = {} if report is None else {"report": str(report)}
+    if json:
+        print_json({**result.record(), **written})
+        return
+    say(result.summary())
+    for what, path in written.items():
+        say(f"{what}: {path}")
+
+
+def _held_out_page(report: Path, small: Path, dense: Path, data: Path, reading: Reading) -> None:
+    """Write a page about a pruned folder, measured on the samples that pruning held out.
+
+    Args:
+        report: the page.
+        small: the pruned folder.
+        dense: the dense one.
+        data: the data that calibrated.
+        reading: how they were read; the same draw is made again.
+    """
+    from lobs.zoo import hub
+    from lobs.zoo.hub.rows import prepare
+    from lobs.zoo.hub.source import open_source
+
+    read = prepare(open_source(dense), data, reading)
+    found = hub.compare(small, dense, read.held_out or read.calibrate)
+    where = "held-out samples" if read.held_out else "calibration samples (none was held out)"
+    found |= {"data": f"{read.facts['data']}, {where}"}
+    found |= {k: read.facts[k] for k in ("length",) if k in read.facts}
+    found["samples"] = read.facts["held_out"] or read.facts["samples"]
+    write_page(report, found, small)
+
+
+def write_page(report: Path, found: dict[str, Any], small: Path) -> None:
+    """Write a page about a comparison, with the layers of the pruned folder's record.
+
+    Args:
+        report: the page.
+        found: what `lobs.hub.compare` returned.
+        small: the pruned folder.
+    """
+    from lobs.report import write_comparison
+    from lobs.zoo.hub.record import read_record
+
+    layers = read_record(small).get("layers", [])
+    write_comparison(report, found, command=command_line(), layers=layers)
 
 
 def evaluate_folder(

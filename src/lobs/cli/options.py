@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 # Panels of `--help`, in the order in which a newcomer needs them.
-TARGET, PATTERN, DATA = "Target (one of the first seven, or --pattern)", "Pattern", "Data"
+TARGET, PATTERN, DATA = "Target (one of the first nine, or --pattern)", "Pattern", "Data"
 TRAINING, OUTPUT, MACHINE, EXPERT = "Training", "Output", "Machine", "Expert"
 
 # Listed here because `lobs.zoo` and `lobs.solvers` import torch, which takes seconds.

@@ -18,10 +18,12 @@ from lobs.cli.budgets import (
     EpsilonOption,
     FlopsOption,
     KeepOption,
+    LatencyOption,
     ParametersOption,
     RelativeOption,
     ScopeOption,
     SparsityOption,
+    SpeedupOption,
     scored,
 )
 from lobs.cli.files import default_name, distinct, file_of, output_file, outside
@@ -166,6 +168,8 @@ def prune(
     parameters: ParametersOption = None,
     flops: FlopsOption = None,
     size: BytesOption = None,
+    speedup: SpeedupOption = None,
+    latency: LatencyOption = None,
     sparsity: SparsityOption = None,
     epsilon: EpsilonOption = None,
     relative: RelativeOption = False,
@@ -211,18 +215,19 @@ def prune(
       lobs prune lenet300 --keep 7%
       lobs prune lenet5 --keep "fc1=5%,conv*=20%" --report report.html
       lobs prune mycode:network --drop 0.5% --out small.safetensors
+      lobs prune mycode:network --speedup 2x
       lobs prune path/to/model --keep 50% --data text.txt --out small/
       torchrun --nproc-per-node 4 -m lobs prune mycode:network --keep 10%
     """
     amount = Amount(
         keep, drop, parameters, flops, size, sparsity, epsilon, relative, scope, at_least, at_most,
-        rounds,
+        rounds, speedup, latency,
     )  # fmt: skip
     shape = PatternChoice(pattern, along, block, structured)
     amount.check(pattern)
     target = shape.target(amount) or amount.target()
     if is_folder(network, data):
-        _no_files(report=report, dry_run=dry_run, network=code, trust=trust, metric=metric)
+        _no_files(dry_run=dry_run, network=code, trust=trust, metric=metric)
         _prune_folder(
             network, data, amount, target, out, shape.words(amount), weights, json,
             {"field": field, "length": length, "seed": seed, "samples": samples},
@@ -231,6 +236,7 @@ def prune(
                 "skip": skip, "numerics": (damping, batch_norm, prune_bias),
                 "execution": (resume, memory, log),
             },
+            report, time_out,
         )  # fmt: skip
         return
     refuse_data(data, network)
@@ -291,12 +297,21 @@ def _prune_folder(
     json: bool,
     read: dict[str, Any],
     how: dict[str, Any],
+    report: Path | None,
+    time_out: float,
 ) -> None:
     """Prune a folder of transformers or timm."""
     from lobs.cli.folders import prune_folder
 
     if amount.drop is not None:
         raise LobsError("--drop needs a metric of your own: use --keep with a folder.")
+    for name in ("speedup", "latency"):
+        if getattr(amount, name) is not None:
+            raise LobsError(
+                f"--{name} shares one budget among layers in memory: use --keep with a folder."
+            )
+    if report is not None:
+        output_path(report, PAGE)
     with working(json):
         from lobs.pruning.options import Execution, Numerics
         from lobs.zoo.hub.rows import Reading
@@ -316,7 +331,7 @@ def _prune_folder(
         reading = Reading(**read)
     prune_folder(
         network, data, amount, target, out, reading,
-        words=words, weights=weights, options=options, json=json,
+        words=words, weights=weights, options=options, report=report, time_out=time_out, json=json,
     )  # fmt: skip
 
 

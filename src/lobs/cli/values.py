@@ -50,6 +50,26 @@ def parse_drop(text: str) -> float:
     return drop
 
 
+def parse_factor(text: str) -> float:
+    """Read `--speedup`: '2x' or '1.5'."""
+    try:
+        return float(text.strip().removesuffix("x").removesuffix("×"))
+    except ValueError:
+        raise TargetError(f"--speedup {text!r} is not a factor. Examples: 2x, 1.5.") from None
+
+
+def parse_seconds(text: str) -> float:
+    """Read `--latency`: '5ms', '200us' or '0.2s'; a bare number has no unit and is refused."""
+    plain = text.strip().lower()
+    for unit, seconds in (("ms", 1e-3), ("us", 1e-6), ("µs", 1e-6), ("s", 1.0)):
+        if plain.endswith(unit):
+            try:
+                return float(plain.removesuffix(unit)) * seconds
+            except ValueError:
+                break
+    raise TargetError(f"--latency {text!r} is not a time with its unit. Examples: 5ms, 0.2s.")
+
+
 def _fraction(text: str, option: str) -> float:
     text = text.strip()
     value = float(text[:-1]) / 100 if text.endswith("%") else float(text)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lobs._system.context import alone
+from lobs._system.distributed import find_group, process_group, use_group
 from lobs._system.memory import limited, spelled
 from lobs._system.progress import shown
 from lobs._system.run_log import peak_bytes, phase, recorded_run
@@ -33,7 +34,7 @@ from lobs.pruning.folder_walk import FolderOptions, Need, Walk
 from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.pruning.refit.blocks import BlockRefit, BlockRefits
 from lobs.pruning.result import LayerResult
-from lobs.pruning.summary import gain, table
+from lobs.pruning.summary import gain, short_table
 from lobs.solvers import as_solver
 from lobs.storage.run_store import fingerprint, open_run_store
 from lobs.storage.shards import Shards, output_folder
@@ -82,7 +83,7 @@ class FolderResult:
 
     def summary(self) -> str:
         """Return the gain, a table of layers, and a line for everything else that is known."""
-        lines = [gain(self.kept, self.total), *table(self.layers)]
+        lines = [gain(self.kept, self.total), *short_table(self.layers)]
         if self.dense:
             lines.append(f"Left dense: {', '.join(self.dense)}.")
         if self.refits:
@@ -111,6 +112,9 @@ def prune_folder(
     with the same arguments after an interruption: finished blocks are taken from `out`, and the
     final bits are those of an uninterrupted run. Layers outside the blocks stay dense.
 
+    With `execution=Execution(distributed=True)` several processes share the batches: each gives its
+    own, and all see the same two folders. The first one writes.
+
     Args:
         model: the network's module on the meta device, or a function that builds it. With a
             function, parameters never take memory, and buffers keep their values.
@@ -131,19 +135,20 @@ def prune_folder(
     data, shards = guarded(batches), Shards(folder)
     skeleton = Skeleton(model, shards)
     layers, dense = _chosen(skeleton, asked, options)
-    target_folder, store_folder = output_folder(shards.folder, out, asked.execution.resume)
+    group = find_group(asked.execution.distributed)
     largest = max(bytes_of(skeleton.model.get_submodule(name)) for name in skeleton.blocks)
     with (
         alone(),
         warning_once(),
         torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
         limited(asked.execution.memory_bytes, 2 * largest),
-        shown(progress, steps=["prune"], layers={x.name: _cost(x) for x in layers}),
-        recorded_run(asked.execution.log) as log,
+        shown(progress and group.leads, steps=["prune"], layers={x.name: _cost(x) for x in layers}),
+        use_group(group),
+        recorded_run(asked.execution.log if group.leads else None) as log,
     ):
-        walk = _walked(skeleton, data, asked, layers, target_folder, store_folder)
+        walk = _walked(skeleton, data, asked, layers, out)
     return FolderResult(
-        out=target_folder,
+        out=walk.out,
         layers=tuple(walk.rows),
         dense=tuple(dense),
         refits=tuple(walk.refits),
@@ -160,23 +165,28 @@ def _walked(
     data: Batches,
     asked: FolderOptions,
     layers: list[Layer],
-    out: Path,
-    store_folder: Path,
+    place: str | os.PathLike[str],
 ) -> Walk:
     """Check memory and blocks, then prune all blocks and complete the output folder."""
-    need = Need.of(skeleton, layers, asked)
-    need.check()
+    out, store_folder = Path(place), Path()
+    with process_group().raise_together():
+        if process_group().leads:
+            resume = asked.execution.resume
+            out, store_folder = output_folder(skeleton.shards.folder, place, resume)
+        need = Need.of(skeleton, layers, asked)
+        need.check()
     blocks = FolderBlocks(skeleton, data, hold_out=asked.refit == "blocks")
     with evaluating(skeleton.model):
-        with phase("look"):
+        with phase("look"), process_group().raise_together():
             need.check(blocks.look(), skeleton.loaded)
+        blocks.agree()
         identity = _identity(skeleton, data, asked, layers, out)
         with open_run_store(store_folder, identity) as store:
             names = [layer.name for layer in layers]
             walk = Walk(asked, blocks, names, out, store, need.reserved)
             walk.run()
             walk.complete()
-    if asked.execution.resume is None:
+    if asked.execution.resume is None and process_group().leads:
         shutil.rmtree(store_folder, ignore_errors=True)
     return walk
 
@@ -206,9 +216,8 @@ def _asked(
         raise LobsError(f"refit is {refit!r}: prune_folder takes 'layers' or 'blocks'.")
     if given.get("inputs") not in (None, "asymmetric"):
         raise LobsError(f"inputs is {given['inputs']!r}: prune_folder takes 'asymmetric' only.")
-    for name in ("distributed", "diagnostics"):
-        if getattr(execution, name):
-            raise LobsError(f"{name}=True does not go with prune_folder: leave it out.")
+    if execution.diagnostics:
+        raise LobsError("diagnostics=True does not go with prune_folder: leave it out.")
     solver = as_solver(given.get("solver", "auto"))
     if "curvature" in solver.needs:
         raise LobsError(f"{solver!r} needs gradients of the whole network: use solver='auto'.")
@@ -249,6 +258,7 @@ def _identity(
         "layers": [layer.name for layer in layers],
         "refit": asked.refit,
         "numerics": asked.numerics,
+        "processes": process_group().size,
     }
     if asked.execution.memory_bytes is not None:
         settings["memory"] = asked.execution.memory_bytes

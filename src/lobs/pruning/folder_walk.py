@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lobs._system import memory
+from lobs._system.distributed import process_group
 from lobs._system.memory import spelled
 from lobs._system.run_log import log_event, phase
 from lobs.calibration.blocks import Repeated, layers_of
@@ -123,8 +124,9 @@ class Walk:
 
     def run(self) -> None:
         """Prune block after block; take those that are finished from the output folder."""
-        for rest in self.out.glob(".model-*.safetensors.*"):  # what a killed run was writing
-            rest.unlink(missing_ok=True)
+        if process_group().leads:
+            for rest in self.out.glob(".model-*.safetensors.*"):  # what a killed run was writing
+                rest.unlink(missing_ok=True)
         with phase("calibrate"):
             self.blocks.start(self.reserved)
         order, shards = self.blocks.row.blocks, self.shards
@@ -143,6 +145,11 @@ class Walk:
 
     def complete(self) -> None:
         """Write what is outside the blocks, copy other files, and write the index last."""
+        with process_group().raise_together():
+            if process_group().leads:
+                self._complete()
+
+    def _complete(self) -> None:
         shards, source = self.shards, self.skeleton.shards
         places = {name: shards[b] for b in shards for name in self.skeleton.names_of(b)}
         total = len(shards) + len(self.rest)
@@ -179,7 +186,8 @@ class Walk:
 
     def _finished(self, name: str) -> dict[str, Any] | None:
         """Return the record of a block that is in the output folder."""
-        if not (self.out / self.shards[name]).is_file():
+        there = (self.out / self.shards[name]).is_file()
+        if not process_group().all_gather(there)[0]:
             return None
         saved = self.store.read(f"block {name}")
         return None if saved is None else saved.record
@@ -201,7 +209,10 @@ class Walk:
         if not last:
             block.advance()
         del block, dense
-        write_shard(self.out / self.shards[name], self.blocks.pruned(name), masks)
+        with process_group().raise_together():
+            pruned = self.blocks.pruned(name)
+            if process_group().leads:
+                write_shard(self.out / self.shards[name], pruned, masks)
         record = {"layers": [asdict(row) for row in done], "refit": refit and asdict(refit)}
         self.store.write(f"block {name}", {}, record)
         log_event("block", block=name)
@@ -230,9 +241,14 @@ class Walk:
             problem = asymmetric_problem(problem, *aim, kept_share(target, problem))
         with phase("solve", layer=layer.name):
             solution = solve(problem, self.asked.solver, target)
-        return FinishedLayer(
+        done = FinishedLayer(
             solution, solution.error, time.perf_counter() - began, problem.samples or 0
         )
+        group = process_group()
+        if group.size == 1:
+            return done
+        # All processes solved the same problem. The leader's bits are taken by all.
+        return FinishedLayer.unpacked(group.broadcast_object(*done.packed()), layer.weight)
 
 
 def _shard(number: int, total: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from lobs.errors import printable
 if TYPE_CHECKING:
     from lobs.pruning.result import LayerResult, PruningRecord
 
+_MANY = 40  # layers, above which layers of one kind share a line
 _COLUMNS = ("layer", "shape", "kept", "rel. error", "seconds")
 
 
@@ -53,7 +55,10 @@ def _headline(result: PruningRecord) -> list[str]:
 
 def table(layers: Sequence[LayerResult]) -> list[str]:
     """Return a table of layers, line by line."""
-    rows = [_COLUMNS, *map(_cells, layers)]
+    return _aligned([_COLUMNS, *map(_cells, layers)])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     return [
         "  ".join(
@@ -62,6 +67,33 @@ def table(layers: Sequence[LayerResult]) -> list[str]:
         )
         for row in rows
     ]
+
+
+def short_table(layers: Sequence[LayerResult]) -> list[str]:
+    """Return the table of layers; with many, one line for layers that differ by a number only."""
+    if len(layers) <= _MANY:
+        return table(layers)
+    kinds: dict[tuple[str, str], list[LayerResult]] = {}
+    for layer in layers:
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
+        kinds.setdefault((name, "×".join(map(str, layer.shape))), []).append(layer)
+    rows = [
+        (
+            f"{printable(name)} ({len(some):,} layers)" if len(some) > 1 else printable(name),
+            shape,
+            f"{kept:,} ({100 * kept / max(1, sum(x.total for x in some)):.1f} %)",
+            _span([x.relative_error for x in some]),
+            f"{sum(x.seconds for x in some):.2f}",
+        )
+        for (name, shape), some in kinds.items()
+        for kept in [sum(x.kept for x in some)]
+    ]
+    return _aligned([_COLUMNS, *rows])
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.4f}", f"{max(values):.4f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def html_table(result: PruningRecord) -> str:

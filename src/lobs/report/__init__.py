@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from lobs.pruning.result import PruningRecord
 
-__all__ = ["Run", "read_run", "write_report"]
+__all__ = ["Run", "read_run", "write_comparison", "write_report"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,29 @@ class Run:
     bytes_after: int | None = None
     seconds_before: float | None = None
     seconds_after: float | None = None
+
+
+def write_comparison(
+    path: str | os.PathLike[str],
+    found: Mapping[str, Any],
+    *,
+    command: str,
+    layers: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Write a self-contained page about two networks, and return its path.
+
+    Args:
+        path: the file to write. Its folder must exist.
+        found: what `lobs.hub.compare` returned.
+        command: the command that gives these numbers again.
+        layers: rows of the pruned folder's record: name, kept, total, relative_error.
+    """
+    from lobs.report.folder import render
+
+    content = render(found, command, layers).encode("utf-8", errors="backslashreplace")
+    with atomic_write(path) as partial:
+        partial.write_bytes(content)
+    return Path(path)
 
 
 def write_report(

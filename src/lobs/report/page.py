@@ -42,7 +42,7 @@ def render(runs: Sequence[Run], *, title: str, command: str, seed: int | None) -
         "bounds": figures.bounds(runs),
     }
     histograms, curves, ledgers = _histograms(runs[0]), _curves(runs), _ledgers(runs)
-    page = _templates().get_template("page.html.j2")
+    page = templates().get_template("page.html.j2")
     return page.render(
         title=title,
         command=command,
@@ -116,7 +116,8 @@ def _absences(runs: Sequence[Run], bounds: bool) -> list[tuple[str, str]]:
     ]
 
 
-def _templates() -> Environment:
+def templates() -> Environment:
+    """Return the package's templates, with the filters of `words`."""
     loader = FunctionLoader(
         lambda name: (resources.files("lobs.report") / name).read_text(encoding="utf-8")
     )

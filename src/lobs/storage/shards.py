@@ -217,8 +217,7 @@ def output_folder(
     target = Path(out)
     if target.is_symlink():
         raise FileError(f"out is '{target}', a link: give the folder itself.")
-    if target.resolve() == source.resolve():
-        raise FileError(f"out is '{target}', the source itself: give another folder.")
+    check_apart(source, target)
     if store is not None and Path(store).resolve() == target.resolve():
         raise FileError(
             f"resume is '{target}', the output folder: leave resume out, and the same call "
@@ -233,6 +232,15 @@ def output_folder(
             "a new folder."
         )
     return target, kept
+
+
+def check_apart(source: Path, out: Path) -> None:
+    """Refuse an output folder that is the source or lies in it: neither could be moved alone."""
+    place, own = out.resolve(), source.resolve()
+    if place == own:
+        raise FileError(f"out is '{out}', the source itself: give another folder.")
+    if own in place.parents:
+        raise FileError(f"out is '{out}', which lies in the source '{source}': give another place.")
 
 
 def _files(folder: Path) -> tuple[list[str], dict[str, str] | None]:

@@ -41,6 +41,7 @@ __all__ = [
     "in_blocks",
     "layers_of",
     "loaded",
+    "repeated_blocks",
     "rows_of",
     "shapes",
 ]

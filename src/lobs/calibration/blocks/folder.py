@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lobs._system import memory
+from lobs._system.distributed import process_group
 from lobs.calibration.batches import user_code
 from lobs.calibration.blocks.arguments import Arguments, flowing
 from lobs.calibration.blocks.base import StopRun
@@ -32,6 +33,7 @@ from lobs.storage.shards import Shards
 # folder wants to use less memory than the network takes; the rest goes to temporary files.
 _LEAST_HELD = 2**28
 _CHANGE = 1.01  # factor on every block's output, to see which arguments follow the activations
+_NO_BATCH = "batches is empty: give at least one batch."
 _REMEDY = "so blocks cannot run one by one. Use lobs.prune with the network in memory."
 
 
@@ -58,17 +60,30 @@ class FolderBlocks:
 
     def __init__(self, skeleton: Skeleton, batches: Iterable[Any], *, hold_out: bool) -> None:
         self.skeleton, self.batches, self.hold_out = skeleton, batches, hold_out
-        self.row = Row(skeleton.blocks, True)
+        self.row, self.odd = Row(skeleton.blocks, True), ""
         self._form: Callable[[Tensor], Any] = lambda x: x
 
     def look(self) -> int:
         """Run one batch through the skeleton and the first block; check that blocks make a row.
 
-        Returns the bytes of the batch's activations.
+        Returns the bytes of the batch's activations. With several processes, what is odd about the
+        blocks waits until they `agree`.
         """
+        try:
+            return self._look()
+        except BlocksError as error:
+            if process_group().size == 1:
+                raise
+            self.row, self.odd = Row([], True), str(error)
+            return 0
+
+    def _look(self) -> int:
         batch = next(iter(self.batches), None)
+        if batch is None and process_group().size > 1:
+            self.row = Row([], True)  # `agree` takes the other processes' row
+            return 0
         if batch is None:
-            raise CalibrationError("batches is empty: give at least one batch.")
+            raise CalibrationError(_NO_BATCH)
         first = self.skeleton.blocks[0]
         with self.skeleton.running(self._pass):
             x, others = captured(self.skeleton.model, batch, Row([first], True))
@@ -85,6 +100,20 @@ class FolderBlocks:
         held = x.numel() * x.element_size()
         return max(4 * held, most[0] - before)
 
+    def agree(self) -> None:
+        """Take one row in all processes: a process without data follows the others."""
+        rows = process_group().all_gather([self.row.blocks, self.row.uniform, self.odd])
+        fault = next((text for _, _, text in rows if text), None)
+        if fault is not None:
+            raise BlocksError(fault)
+        seen = [row for row in rows if row[0]]
+        if not seen:
+            raise CalibrationError(_NO_BATCH)
+        odd = next((row for row in seen if row[0] != seen[0][0]), None)
+        if odd is not None:
+            raise BlocksError(f"the order of blocks follows the data, {_REMEDY}")
+        self.row = Row(list(seen[0][0]), all(uniform for _, uniform, _ in seen))
+
     def start(self, reserved: int = 0) -> None:
         """Run all batches up to the first block.
 
@@ -100,7 +129,11 @@ class FolderBlocks:
         if self.hold_out:  # the first block tells whether a batch can be cut
             first = self.skeleton.filled(self.row.blocks[0])
             self.streams.pair = first, first
-        with memory.limited(left), self.skeleton.running(self._pass):
+        with (
+            process_group().raise_together(),
+            memory.limited(left),
+            self.skeleton.running(self._pass),
+        ):
             self.streams.start()
         self.drop()
         # Both networks are still the same one, so their blocks are called with the same.

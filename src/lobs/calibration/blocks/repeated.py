@@ -178,7 +178,8 @@ class Streams:
         for number, batch in enumerate(self.batches, start=first):
             parts: list[slice] = []
             for side, model in enumerate(self.models):
-                x, others = captured(model, batch, self.row)
+                if not side or model is not self.models[0]:  # one network need not run twice
+                    x, others = captured(model, batch, self.row)
                 if layout is None:
                     layout = self._layout(x, others)
                 parts = parts or self._parts(x, others[self.row.blocks[0]], total)

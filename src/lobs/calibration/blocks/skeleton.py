@@ -41,9 +41,12 @@ class Skeleton:
         _check_owned(self.model, self.blocks)
 
     def names_of(self, block: str) -> list[str]:
-        """Return the names of a block's tensors in the shards."""
+        """Return the names of a block's tensors in the shards.
+
+        A tensor that is stored under another name only, such as a shared buffer, is not among them.
+        """
         start = f"{block}."
-        return [name for name, source in self.sources.items() if name.startswith(start) and source]
+        return [n for n in self.sources if n.startswith(start) and n in self.shards]
 
     def filled(self, block: str, shards: Shards | None = None) -> nn.Module:
         """Return a copy of a block with its tensors.
@@ -128,9 +131,13 @@ class Skeleton:
                     if source is not None:
                         places.append((table, key, tensor))
                         sources.append(source)
+        # A finished block's shards lack what is stored under another block's name.
+        homes = {source: shards if source in shards else self.shards for source in sources}
         for (_, _, old), source in zip(places, sources, strict=True):
-            shards.check(source, old)
-        found = shards.read(dict.fromkeys(sources))
+            homes[source].check(source, old)
+        found = dict[str, Tensor]()
+        for home in {id(home): home for home in homes.values()}.values():
+            found |= home.read([source for source, its in homes.items() if its is home])
         for (table, key, old), source in zip(places, sources, strict=True):
             new = found[source]
             table[key] = nn.Parameter(new, False) if isinstance(old, nn.Parameter) else new

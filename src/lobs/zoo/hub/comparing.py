@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lobs.zoo.hub.measuring import (
 )
 from lobs.zoo.hub.rows import Batch, Prepared, Reading, prepare
 from lobs.zoo.hub.source import Source, open_source
+from lobs.zoo.hub.tasks import check_tasks, task_scores
 from lobs.zoo.hub.tokens import tokenizer_of
 
 _PIECE = 128  # positions whose probabilities are compared at a time
@@ -42,13 +43,20 @@ class _Pair:
     divergence: float = 0.0  # summed KL(dense ‖ small)
     same: int = 0
     count: int = 0
+    losses: list[tuple[float, float]] = field(default_factory=list)  # of a sample: dense, small
 
     def add(self, batch: Batch) -> None:
         """Run both networks on one batch."""
         given = cacheless(batch, self.source)
         outs = [call(model, given) for model in (self.small, self.dense)]
+        rise = []
         for found, out in zip((self.own, self.other), outs, strict=True):
+            loss, tokens = found.loss, found.tokens
             add_answers(found, out, batch, self.source)
+            if found.tokens > tokens:
+                rise.append((found.loss - loss) / (found.tokens - tokens))
+        if rise:
+            self.losses.append((rise[1], rise[0]))
         if not (hasattr(outs[0], "logits") or self.source.task == "classifier"):
             return
         logits = [self._rows(out, batch) for out in outs]
@@ -75,6 +83,9 @@ def compare(
     *,
     reading: Reading | None = None,
     prompts: Sequence[str] | None = None,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    own_tasks: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Run two folders' networks on the same data and say how far they are from each other.
 
@@ -84,10 +95,14 @@ def compare(
         data: a path, a list of texts, or batches.
         reading: length, samples, field.
         prompts: texts that both networks continue; by default the beginnings of five samples.
+        tasks: tasks of EleutherAI's evaluation harness, which the extra `lobs[lm-eval]` brings.
+        limit: samples of each task; all by default.
+        own_tasks: a folder with your own task files.
 
     Returns:
         Metrics of both, `agreement` of the likeliest predictions, `kl` from dense to small in nats
-        for each prediction, and `generations`.
+        for each prediction, `losses` of every sample (dense, small), and `generations`. With
+        `tasks` also their scores. `lobs.report.write_comparison` makes a page of it.
     """
     sources = open_source(small), open_source(dense)
     if sources[0].architecture != sources[1].architecture:
@@ -95,6 +110,8 @@ def compare(
             f"'{small}' is {sources[0].architecture} and '{dense}' {sources[1].architecture}: "
             "compare two networks of one architecture."
         )
+    if tasks:
+        check_tasks(sources[1], tasks)
     read = prepare(sources[1], data, reading or Reading(), judge=True)
     pair = _Pair(sources[0].load(), sources[1].load(), sources[1], Answers(), Answers())
     with (
@@ -107,6 +124,10 @@ def compare(
                 pair.add(part)
             advance(1)
         written = _generations(pair, read, prompts)
+        scored = [
+            task_scores(model, sources[1], tasks, limit=limit, own_tasks=own_tasks) if tasks else {}
+            for model in (pair.small, pair.dense)
+        ]
     found: dict[str, Any] = {"small": str(small), "dense": str(dense), "task": pair.source.task}
     found["metrics"] = {
         "small": scores(pair.own, None, read.labels),
@@ -120,6 +141,13 @@ def compare(
             "predictions": pair.count,
         }
     facts = {k: v for k, v in read.facts.items() if k in ("data", "samples", "length")}
+    if tasks:
+        found["tasks"] = {
+            task: {"small": values, "dense": scored[1].get(task, {})}
+            for task, values in scored[0].items()
+        }
+    if pair.losses:
+        found["losses"] = pair.losses
     return {**found, **facts, "generations": written}
 
 

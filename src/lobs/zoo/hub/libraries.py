@@ -12,10 +12,15 @@ from typing import Any
 from lobs.errors import LobsError
 
 
-def library(name: str) -> Any:
-    """Return an optional library, or raise one line that says how to install it."""
+def library(name: str, extra: str = "hub") -> Any:
+    """Return an optional library, or raise one line that says how to install it.
+
+    Args:
+        name: the library.
+        extra: the extra of lobs that brings it.
+    """
     if sys.modules.get(name) is None and (name in sys.modules or find_spec(name) is None):
-        raise LobsError(f"this needs {name}, which is not installed: pip install 'lobs[hub]'.")
+        raise LobsError(f"this needs {name}, which is not installed: pip install 'lobs[{extra}]'.")
     if name == "transformers":
         _without_broken_torchvision()
     try:

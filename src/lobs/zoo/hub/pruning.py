@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from lobs._system.distributed import ProcessGroup, find_group
 from lobs._system.progress import shown
 from lobs._system.run_log import peak_bytes
 from lobs.calibration.blocks.skeleton import Skeleton
@@ -31,7 +32,7 @@ from lobs.pruning import api
 from lobs.pruning.folder import prune_folder
 from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.pruning.result import LayerResult
-from lobs.storage.shards import Shards, copy_others
+from lobs.storage.shards import Shards, check_apart, copy_others
 from lobs.targets import Pattern, Sparsity, Target, wanted
 from lobs.zoo.hub.advice import advice
 from lobs.zoo.hub.headers import mask_headers
@@ -65,6 +66,9 @@ def prune(
     Embeddings and output heads over a vocabulary stay dense, tied or not. Every other linear layer
     keeps the same share. The layers of a convolutional network share one budget.
 
+    With `execution=Execution(distributed=True)` every process of a group makes the same call. Each
+    takes its part of the batches, and the first one writes and measures.
+
     Args:
         model: the folder, or "timm:name" with `weights`.
         data: texts, or a path: text, JSONL, Parquet, a datasets folder, images, `.npy`. A list of
@@ -85,19 +89,26 @@ def prune(
     check_options(options)
     asked = wanted(target, keep)
     _check_out(Path(out))
+    group = find_group(option_values(options)[1].distributed)
     with ExitStack() as stack:
-        stack.enter_context(shown(progress))
+        stack.enter_context(shown(progress and group.leads))
         if str(model).startswith(PREFIX):
             model = stack.enter_context(named_network(str(model), _path(weights)))
         elif weights is not None:
             raise LobsError("weights goes with a name such as 'timm:resnet18', not with a folder.")
         source = open_source(model)
-        read = prepare(source, data, reading or Reading())
-        job = _Job(source, read, asked, keep is not None, Path(out), options, progress)
+        check_apart(source.folder, Path(out))
+        with group.raise_together():
+            read = prepare(source, data, reading or Reading())
+        job = _Job(source, read, asked, keep is not None, Path(out), options, progress, group)
         done = job.run()
-        found = _measured(source, read, Path(out)) if measure else _Measured()
-        result = _result(job, done, found, time.perf_counter() - began)
-        _describe(result, source, done.names)
+        found = _Measured()
+        with group.raise_together():
+            if measure and group.leads:
+                found = _measured(source, read, Path(out))
+            result = _result(job, done, found, time.perf_counter() - began)
+            if group.leads:
+                _describe(result, source, done.names)
     return result
 
 
@@ -112,7 +123,7 @@ def _result(job: _Job, done: _Done, found: _Measured, seconds: float) -> HubResu
         settings=done.settings,
         before=found.before,
         after=found.after,
-        notes=(*advice(done.layers, job.read.facts), *found.notes),
+        notes=(*advice(done.layers, job.read.facts), *found.notes, *done.notes),
         seconds=seconds,
         peak_bytes=peak_bytes(),
     )
@@ -133,6 +144,7 @@ class _Done:
     dense: tuple[str, ...]
     settings: dict[str, Any]
     names: dict[str, str] = field(default_factory=dict)  # in files → in the network
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -146,87 +158,120 @@ class _Job:
     out: Path
     options: PruneOptions
     progress: bool
+    group: ProcessGroup
+
+    @property
+    def share(self) -> tuple[list[Any], list[Any]]:
+        """This process's batches, to calibrate and to judge: an even stretch of all."""
+        rank, size = self.group.rank, self.group.size
+        parts = [
+            every[rank * len(every) // size : (rank + 1) * len(every) // size]
+            for every in (self.read.calibrate, self.read.held_out)
+        ]
+        return parts[0], parts[1]
 
     def run(self) -> _Done:
         """Prune block by block where that is possible, else in memory."""
         try:
-            if self._streams():
-                with suppress(BlocksError):  # blocks that do not simply follow each other
+            why = self.why_in_memory()
+            if not why:
+                with suppress(BlocksError):
                     return self._streamed()
-                _remove_if_empty(self.out)
-            return self._in_memory()
+                self._clear()
+            return self._in_memory(why or "its blocks do not simply follow each other")
         except BaseException:
-            _remove_if_empty(self.out)
+            self._clear()
             raise
 
-    def _streams(self) -> bool:
-        """Return whether the network is a row of blocks that holds nearly all layers."""
+    def _clear(self) -> None:
+        if self.group.leads:
+            _remove_if_empty(self.out)
+
+    def why_in_memory(self) -> str:
+        """Return why blocks cannot be read one by one; empty where nothing is in the way."""
         uniform = isinstance(self.target, Sparsity) and (
             self.by_share or self.target.scope == "layer"
         )
-        plain = self.options.get("inputs") in (None, "asymmetric")
-        refit = self.options.get("refit") in (None, "layers", "blocks")
-        if isinstance(self.source, TimmSource) or not (plain and refit):
-            return False
+        if isinstance(self.source, TimmSource):
+            return "it is a network of timm"
+        if self.source.task == "seq2seq":
+            return "an encoder and a decoder are two rows of blocks"
+        if self.options.get("inputs") not in (None, "asymmetric"):
+            return f"inputs is {self.options['inputs']!r}"
+        if self.options.get("refit") not in (None, "layers", "blocks"):
+            return f"refit is {self.options['refit']!r}"
         if not (uniform or isinstance(self.target, Pattern)):
-            return False
-        if self.source.task == "seq2seq" or option_values(self.options)[1].distributed:
-            return False
+            return "its layers share one target"
         try:
             skeleton = Skeleton(self.source.build, self.source.shards)
             layers = choose_layers(
                 skeleton.model, self.options.get("layers"), self.options.get("skip", ())
             )
-        except (BlocksError, FileError):  # tensors under older names, which transformers knows
-            return False
+        except BlocksError:
+            return "it is no row of blocks"
+        except FileError:  # tensors under older names, which transformers knows
+            return "its files name tensors otherwise than the network does"
         starts, heads = tuple(f"{b}." for b in skeleton.blocks), _heads(skeleton.model)
         sizes = {x.name: x.weight.numel() for x in layers if x.name not in heads}
         outside = sum(n for name, n in sizes.items() if not name.startswith(starts))
-        return outside <= _OUTSIDE * sum(sizes.values())
+        if outside > _OUTSIDE * sum(sizes.values()):
+            return "many of its layers lie outside the blocks"
+        return ""
 
     def _streamed(self) -> _Done:
         options: dict[str, Any] = {"refit": "blocks", **self.options}
         found = prune_folder(
             self.source.build,
             self.source.folder,
-            self.read.calibrate,
+            self.share[0],
             self._layerwise(),
             out=self.out,
             progress=self.progress,
             **options,
         )
-        _copy_folders(self.source.folder, self.out)
+        if self.group.leads:
+            _copy_folders(self.source.folder, self.out)
         how = {"blocks": "read one by one", "library": "transformers"}
         return _Done(found.layers, found.dense, {**found.settings, **how})
 
-    def _in_memory(self) -> _Done:
+    def _in_memory(self, why: str) -> _Done:
         model = self.source.load()
         cache = self.source.set_cache(model, False)
         skip = self.options.get("skip", ())
         skip = [*([skip] if isinstance(skip, str) else skip), *_left_dense(model)]
         options: dict[str, Any] = {**self.options, "skip": skip}
         convolutional = _mostly_convolutions(model)
+        calibrate, held_out = self.share
         result = api.prune(
             model,
-            self.read.calibrate,
+            calibrate,
             self.target if convolutional else self._layerwise(),
-            held_out=self.read.held_out or None,
+            held_out=held_out or None,
             inplace=True,
             progress=self.progress,
             **options,
         )
         self.source.set_cache(model, cache)
-        with _whole_folder(self.out) as partial:
-            self.source.save(model, partial)
-            names = mask_headers(self.source, model, partial, result.masks)
-            copy_others(self.source.folder, partial)
-            _copy_folders(self.source.folder, partial)
+        names = dict[str, str]()
+        with self.group.raise_together():
+            if self.group.leads:
+                names = self._saved(model, result.masks)
         named = {layer.name for layer in result.layers}
         dense = [x.name for x in choose_layers(model) if x.name not in named]
         library = "timm" if isinstance(self.source, TimmSource) else "transformers"
         kept = {k: v for k, v in result.settings.items() if isinstance(v, str)}
         settings = {**kept, "blocks": "in memory", "library": library}
-        return _Done(result.layers, (*dense, *uncovered_weights(model)), settings, names)
+        note = f"The network was in memory as a whole: {why}."
+        return _Done(result.layers, (*dense, *uncovered_weights(model)), settings, names, [note])
+
+    def _saved(self, model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, str]:
+        """Write the folder; return names in files → in the network, where they differ."""
+        with _whole_folder(self.out) as partial:
+            self.source.save(model, partial)
+            names = mask_headers(self.source, model, partial, masks)
+            copy_others(self.source.folder, partial)
+            _copy_folders(self.source.folder, partial)
+        return names
 
     def _layerwise(self) -> Target:
         if self.by_share and isinstance(self.target, Sparsity):
@@ -286,7 +331,7 @@ def _measured(source: Source, read: Prepared, out: Path) -> _Measured:
 def _more_data(held_out: float, seen: float) -> str:
     """Return advice where the loss rose much more on held-out samples."""
     if held_out > 1.5 * max(seen, 0.0) + 0.02:
-        return " More calibration samples would help: the refit follows those it saw."
+        return " More calibration samples would help: the weights follow those they saw."
     return ""
 
 

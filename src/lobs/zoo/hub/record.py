@@ -12,7 +12,7 @@ from typing import Any
 from lobs._system.memory import spelled
 from lobs.errors import FileError
 from lobs.pruning.result import LayerResult
-from lobs.pruning.summary import gain, table
+from lobs.pruning.summary import gain, short_table
 from lobs.storage.atomic import atomic_write
 
 RECORD, CARD = "lobs.json", "README.md"
@@ -69,7 +69,7 @@ class HubResult:
 
     def summary(self) -> str:
         """Return the gain, the layers, and a line for everything else that is known."""
-        lines = [gain(self.kept, self.total), *table(self.layers)]
+        lines = [gain(self.kept, self.total), *short_table(self.layers)]
         if self.dense:
             lines.append(f"Left dense: {', '.join(self.dense)}.")
         lines += [f"{name}: {text}." for name, text in self.measured()]

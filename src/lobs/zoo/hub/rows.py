@@ -84,6 +84,8 @@ def prepare(source: Source, data: Any, reading: Reading, *, judge: bool = False)
     if not isinstance(data, str | os.PathLike) and not texts:
         return _given(data, judge)
     content = read_content(data, reading.field)
+    if content.kind in ("documents", "texts") and not any(text.strip() for text in content.items):
+        raise DataError(f"'{content.name}' holds no text.")
     items, make = _samples(source, content, reading, judge)
     if not len(items):
         raise DataError(f"'{content.name}' holds no sample.")
