@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 import lobs
 from lobs import NumericalWarning, Sparsity, zoo
 from lobs.deploy.accelerate import take_turns
-from lobs.deploy.accelerate.native import BitMatrix, multiply
+from lobs.deploy.accelerate.native import BitMatrix, SlotMatrix, multiply, multiply_slots
 from lobs.zoo.datasets import mnist
 
 LAYERS = {  # name: (layer, input of one image, kept)
@@ -59,29 +60,33 @@ def show(title, model, x, seconds):
 
 
 def kernel(seconds: float) -> None:
-    """Print the bit-mask kernel on one layer of 4096×4096 beside what the bytes moved allow."""
-    print("| kept | values | batch | dense ms | bit masks ms | ratio | bytes allow | memory |")
-    print("|---|---|---|---|---|---|---|---|")
-    for kept in (0.5, 0.3, 0.1):
+    """Print both kernels for few inputs on a layer of 4096×4096 beside what the bytes allow."""
+    forms = {"bit masks": (BitMatrix, multiply)}
+    if SlotMatrix.holds(4096):
+        forms["slots"] = (SlotMatrix, multiply_slots)
+    titles = "".join(f" {name} ms | ratio | bytes allow | memory |" for name in forms)
+    print(f"| kept | values | batch | dense ms |{titles}")
+    print("|---" * (4 + 4 * len(forms)) + "|")
+    for kept in (0.5, 0.3, 0.2, 0.1):
         layer = thinned(nn.Linear(4096, 4096), kept)
         dense, bias = layer.weight.nbytes, layer.bias.detach()
         for values in ("float32", "float16", "bfloat16", "int8", "int4"):
-            matrix = BitMatrix.pack(layer.weight, values)
+            packed = {name: form.pack(layer.weight, values) for name, (form, _) in forms.items()}
             for batch in (1, 4, 16) if values in ("float32", "float16") else (1,):
                 x = torch.randn(batch, 4096)
+                runs = {"dense": partial(layer, x)}
+                for name, (_, product) in forms.items():
+                    runs[name] = partial(product, packed[name], x, bias)
                 with torch.no_grad():
-                    runs = {
-                        "dense": lambda x=x, layer=layer: layer(x),
-                        "ours": lambda x=x, m=matrix, b=bias: multiply(m, x, b),
-                    }
                     samples = take_turns(runs, seconds, 99)
-                a, b = (float(samples[name].min()) * 1e3 for name in ("dense", "ours"))
-                share = matrix.nbytes / dense
-                print(
-                    f"| {kept:.0%} | {values} | {batch} | {a:.2f} | {b:.2f} | {a / b:.2f} | "
-                    f"{1 / share:.2f} | {share:.2f} |",
-                    flush=True,
+                best = {name: float(samples[name].min()) * 1e3 for name in runs}
+                cells = "".join(
+                    f" {best[name]:.2f} | {best['dense'] / best[name]:.2f} "
+                    f"| {dense / m.nbytes:.2f} | {m.nbytes / dense:.2f} |"
+                    for name, m in packed.items()
                 )
+                row = f"| {kept:.0%} | {values} | {batch} | {best['dense']:.2f} |{cells}"
+                print(row, flush=True)
 
 
 def thinned(layer, kept):

@@ -13,9 +13,11 @@ from lobs.deploy.accelerate.native import (
     STORAGES,
     BitMatrix,
     PlaneMatrix,
+    SlotMatrix,
     add_planes,
     block_of,
     multiply,
+    multiply_slots,
     rounded,
     turned,
 )
@@ -118,3 +120,37 @@ def test_two_threads_compute_the_same():
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+
+
+@pytest.mark.skipif(native.this_form() != "avx512", reason="slots need AVX-512")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_slots_of_every_storage_and_shape(storage):
+    """Row and column counts off the grid, empty rows and groups, everything kept."""
+    shapes = itertools.product((1, 16, 53), (1, 31, 130), (1, 11), (0, 0.1, 1))
+    for rows, columns, samples, keep in shapes:
+        weight = sparse_matrix(rows, columns, keep)
+        weight[16:32] = 0
+        matrix, bias = SlotMatrix.pack(weight, storage), torch.randn(rows)
+        assert torch.equal(matrix.dense(), rounded(weight, storage))
+        assert torch.equal(matrix.dense(rows // 2, rows), rounded(weight, storage)[rows // 2 :])
+        for x in (torch.randn(samples, columns), torch.randn(columns, samples).T):
+            expected = torch.nn.functional.linear(x, rounded(weight, storage), bias)
+            assert close(multiply_slots(matrix, x, bias), expected)
+            part = multiply_slots(matrix, x, bias, rows=(rows // 2, rows))
+            assert close(part, expected[:, rows // 2 :])
+
+
+@pytest.mark.skipif(native.this_form() != "avx512", reason="slots need AVX-512")
+def test_slots_with_two_threads_and_every_number_of_samples():
+    weight, threads = sparse_matrix(1601, 900, 0.3), torch.get_num_threads()
+    matrix = SlotMatrix.pack(weight)
+    try:
+        for samples in range(1, 17):
+            x, answers = torch.randn(samples, 900), []
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                answers.append(multiply_slots(matrix, x))
+            assert torch.equal(*answers) and close(answers[0], x @ weight.T)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(matrix.heads) > 2 * 20_000  # enough for two threads

@@ -12,11 +12,14 @@ from torch import nn
 import lobs
 from lobs import LobsError
 from lobs.deploy.accelerate.modules import FastLinear
-from lobs.deploy.accelerate.native_engines import BitmaskEngine, PlanesEngine
+from lobs.deploy.accelerate.native import this_form
+from lobs.deploy.accelerate.native_engines import BitmaskEngine, PlanesEngine, SlotsEngine
 from lobs.deploy.accelerate.packed import Packed
 from lobs.deploy.accelerate.shared import SharedInput, SharedPart
 
 from .test_engines import assert_close, sparse
+
+WITH_SLOTS = pytest.mark.skipif(this_form() != "avx512", reason="slots need AVX-512")
 
 
 @pytest.fixture
@@ -48,10 +51,10 @@ class Attention(nn.Module):
         return self.head(self.out(torch.cat([self.q(x), self.k(x), self.v(x)], dim=-1)))
 
 
-def attention():
+def attention(kept=0.5):
     model = Attention().eval()
     for layer in (model.q, model.k, model.v, model.out):
-        sparse(layer, 0.5)
+        sparse(layer, kept)
     return model
 
 
@@ -74,6 +77,24 @@ def test_layers_that_read_one_input_are_one_call(prefer):
     assert len(calls) == 2
     with torch.inference_mode():
         assert_close(done.model(IDS), model(IDS))
+
+
+@WITH_SLOTS
+def test_slots_share_inputs_and_release_weights(prefer):
+    prefer("slots", "shared")
+    model = attention(0.2)
+    done = lobs.accelerate(model, IDS, progress=False, release_dense=True)
+    parts = [done.model.q, done.model.k, done.model.v]
+    assert all(type(m.engine.owner.engine) is SlotsEngine for m in parts)
+    assert type(done.model.out.engine) is SlotsEngine and isinstance(parts[0], Packed)
+    assert parts[0].engine.name == "slots, shared"
+    for ids in (IDS, torch.randint(50, (5, 30))):
+        assert_close(done.model(ids), model(ids))
+    with torch.inference_mode():  # nothing can be kept for the other layers
+        assert_close(done.model(IDS), model(IDS))
+    other = attention(0.1)
+    done.model.load_state_dict(other.state_dict())
+    assert_close(done.model(IDS), other(IDS))
 
 
 def test_a_shared_call_is_never_stale(prefer):
@@ -137,12 +158,14 @@ def test_released_weights_are_copied_loaded_and_missed(prefer):
         fast.load_state_dict(rest)
 
 
+@pytest.mark.parametrize("engine", ["bitmask", pytest.param("slots", marks=WITH_SLOTS)])
 @pytest.mark.parametrize("values", ["float16", "bfloat16", "int8", "int4"])
-def test_values_of_fewer_bits(prefer, values):
-    prefer("bitmask")
-    model = attention()
+def test_values_of_fewer_bits(prefer, values, engine):
+    prefer(engine)
+    model = attention(0.4 if engine == "slots" else 0.5)
     done = lobs.accelerate(model, IDS, values=values, progress=False)
     assert isinstance(done.model.q, FastLinear) and done.model.q.engine.storage == values
+    assert done.model.q.engine.name == engine
     plain = Attention().eval()
     plain.head.weight = nn.Parameter(torch.zeros(50, 40))
     plain.load_state_dict(done.model.state_dict())  # the rounded weights, computed densely

@@ -15,18 +15,19 @@ from torch.nn.utils import parametrize
 from lobs._system.stopwatch import Samples, cache_bytes, median, speedup, take_turns
 from lobs.deploy.accelerate.engines import ChainEngine, ConvEngine, Engine, weight_matrix
 from lobs.deploy.accelerate.modules import fast_layer
-from lobs.deploy.accelerate.native import MOST_SAMPLES, Storage, rounded
-from lobs.deploy.accelerate.native_engines import BitmaskEngine, PlanesEngine
+from lobs.deploy.accelerate.native import MOST_SAMPLES, SlotMatrix, Storage, rounded
+from lobs.deploy.accelerate.native_engines import BitmaskEngine, PlanesEngine, SlotsEngine
 from lobs.deploy.accelerate.torch_engines import BsrEngine, CsrEngine, ShrunkEngine
 from lobs.errors import CalibrationError, LobsError
 from lobs.layers.convolution import Conv2dLayer
 from lobs.layers.discovery import as_layer, is_plain_layer
 from lobs.layers.linear import LinearLayer
 
-KINDS = ("csr", "bsr", "compiled", "bitmask", "planes", "shared", "shrunk")
+KINDS = ("csr", "bsr", "compiled", "bitmask", "slots", "planes", "shared", "shrunk")
 _FEW_SAMPLES = 2  # planes pay for more
 _CHAIN_MAY_WIN = 0.6  # kept; above it each weight's column takes more time than a dense weight
 _CSR_MAY_WIN = 0.3  # kept; above it torch's rows take several times as long as dense
+_SLOTS_MAY_WIN = 0.5  # kept; above it bit masks are smaller and faster
 _EXACT = 1e-4  # relative to the largest output: what another order of float32 sums may change
 
 
@@ -152,7 +153,7 @@ def measure_layer(
                 candidates[kind] = fast
     samples = measuring.turns({kind: runner(m, x) for kind, m in candidates.items()}, x)
     chosen, gain = best(samples, measuring.margin)
-    if chosen != "bitmask" and measuring.pack and "bitmask" in samples:
+    if chosen not in ("bitmask", "slots") and measuring.pack and "bitmask" in samples:
         packed = speedup(samples[chosen], samples["bitmask"]).middle
         if packed > 1 - measuring.margin:
             chosen, gain = "bitmask", speedup(samples["dense"], samples["bitmask"]).middle
@@ -197,13 +198,17 @@ def _engines(layer: nn.Module, x: Tensor, storage: Storage) -> dict[str, Callabl
         storage: how values are stored.
     """
     makers: dict[str, Callable[[], Engine]] = {}
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    kept = float((weight != 0).float().mean())
     if is_linear(layer):
         if x.numel() <= MOST_SAMPLES * x.shape[-1]:
             makers["bitmask"] = lambda: BitmaskEngine([layer], x, storage)
+            if kept <= _SLOTS_MAY_WIN and SlotMatrix.holds(x.shape[-1]):
+                makers["slots"] = lambda: SlotsEngine([layer], x, storage)
         if x.numel() > _FEW_SAMPLES * x.shape[-1]:
             makers["planes"] = lambda: PlanesEngine([layer], x)
     if isinstance(layer, nn.Linear):
-        kept = float((layer.weight != 0).float().mean())
         if kept < _CHAIN_MAY_WIN:
             makers["compiled"] = lambda: ChainEngine([layer], [False], x)
         if kept < _CSR_MAY_WIN:

@@ -1,4 +1,4 @@
-"""Engines of the generated kernels: bit masks for few inputs, planes for many."""
+"""Engines of the generated kernels: bit masks and slots for few inputs, planes for many."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from lobs.deploy.accelerate.native import (
     MOST_SAMPLES,
     BitMatrix,
     PlaneMatrix,
+    SlotMatrix,
     Storage,
     add_planes,
     block_of,
     multiply,
+    multiply_slots,
     turned,
 )
 
@@ -25,7 +27,7 @@ _PANEL = 2**20  # weights that are dense at a time, for more than 16 inputs
 class PackedEngine(Engine):
     """An engine that can do without the dense weights."""
 
-    matrix: BitMatrix | PlaneMatrix
+    matrix: BitMatrix | SlotMatrix | PlaneMatrix
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +46,7 @@ class BitmaskEngine(PackedEngine):
     """
 
     name = "bitmask"
-    matrix: BitMatrix
+    matrix: BitMatrix | SlotMatrix
 
     def __init__(
         self, layers: Sequence[nn.Module], example: Tensor, storage: Storage = "float32"
@@ -55,9 +57,18 @@ class BitmaskEngine(PackedEngine):
     def prepare(self) -> None:
         """Pack the weights."""
         weights = [weight_matrix(layer) for layer in self.layers]
-        self.matrix = BitMatrix.pack(torch.cat(weights), self.storage)
+        self.matrix = self.packed(torch.cat(weights))
         self.bias = torch.cat([torch.from_numpy(bias_of(layer)) for layer in self.layers])
         self.features = self.matrix.shape[1]
+
+    def packed(self, weight: Tensor) -> BitMatrix | SlotMatrix:
+        """Return the packed form of a weight."""
+        return BitMatrix.pack(weight, self.storage)
+
+    def product(self, x: Tensor, rows: tuple[int, int] | None) -> Tensor:
+        """Return the outputs of up to 16 inputs, of all rows or of some."""
+        assert isinstance(self.matrix, BitMatrix)
+        return multiply(self.matrix, x, self.bias, rows)
 
     def fits(self, x: Tensor) -> bool:
         """Return whether there are at most 16 inputs with features last."""
@@ -72,7 +83,7 @@ class BitmaskEngine(PackedEngine):
         """
         flat = x.detach().reshape(-1, self.features)
         if len(flat) <= MOST_SAMPLES:
-            return multiply(self.matrix, flat, self.bias, rows).view(*x.shape[:-1], -1)
+            return self.product(flat, rows).view(*x.shape[:-1], -1)
         first, last = (0, self.matrix.shape[0]) if rows is None else rows
         out = torch.empty(len(flat), last - first)
         step = max(1, _PANEL // max(1, self.features))
@@ -96,9 +107,24 @@ class BitmaskEngine(PackedEngine):
         """
         whole = self.matrix.dense()
         whole[slice(*rows)] = weight
-        self.matrix = BitMatrix.pack(whole, self.storage)
+        self.matrix = self.packed(whole)
         if bias is not None:
             self.bias[slice(*rows)] = bias.detach()
+
+
+class SlotsEngine(BitmaskEngine):
+    """Compute up to 16 inputs where few weights are kept: 16 rows side by side."""
+
+    name = "slots"
+
+    def packed(self, weight: Tensor) -> BitMatrix | SlotMatrix:
+        """Return the packed form of a weight."""
+        return SlotMatrix.pack(weight, self.storage)
+
+    def product(self, x: Tensor, rows: tuple[int, int] | None) -> Tensor:
+        """Return the outputs of up to 16 inputs, of all rows or of some."""
+        assert isinstance(self.matrix, SlotMatrix)
+        return multiply_slots(self.matrix, x, self.bias, rows)
 
 
 class PlanesEngine(PackedEngine):

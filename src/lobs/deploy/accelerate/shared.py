@@ -83,10 +83,8 @@ class SharedInput:
 class SharedPart:
     """One layer's part in a shared call."""
 
-    name = "bitmask, shared"
-
     def __init__(self, owner: SharedInput, part: int) -> None:
-        self.owner, self.part = owner, part
+        self.owner, self.part, self.name = owner, part, f"{owner.engine.name}, shared"
 
     def takes(self, x: Tensor) -> bool:
         """Return whether the shared engine may compute this input."""
@@ -136,7 +134,9 @@ def share(
 
 def _together(layers: list[nn.Module], x: Tensor, measuring: Measuring) -> list[nn.Module]:
     """Return the layers as parts of one call."""
-    owner = SharedInput(BitmaskEngine(layers, x, measuring.storage))
+    engines = [getattr(layer, "engine", None) for layer in layers]
+    found = next(engine for engine in engines if isinstance(engine, BitmaskEngine))
+    owner = SharedInput(type(found)(layers, x, measuring.storage))
     together = [with_engine(layer, SharedPart(owner, i)) for i, layer in enumerate(layers)]
     owner.engine.attach(together)
     return together

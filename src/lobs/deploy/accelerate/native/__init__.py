@@ -12,6 +12,7 @@ from lobs.deploy.accelerate.native.bitmask import (
 )
 from lobs.deploy.accelerate.native.machine_code import FORMS, Form, this_form
 from lobs.deploy.accelerate.native.planes import PlaneMatrix, add_planes, block_of
+from lobs.deploy.accelerate.native.slots import SlotMatrix, multiply_slots
 from lobs.deploy.accelerate.native.turn import turned
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "BitMatrix",
     "Form",
     "PlaneMatrix",
+    "SlotMatrix",
     "Storage",
     "add_planes",
     "block_of",
     "multiply",
+    "multiply_slots",
     "rounded",
     "this_form",
     "turned",

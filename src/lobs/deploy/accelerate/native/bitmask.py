@@ -19,7 +19,7 @@ STORAGES: tuple[Storage, ...] = get_args(Storage)
 MOST_SAMPLES = 16
 
 _WORD = 16 * bitmask_code.PARTS  # columns of one mask
-_BEYOND = 64  # bytes that the kernel may read behind the last value
+BEYOND = 64  # bytes that the kernel may read behind the last value
 _WORTH_A_THREAD = 40_000  # groups of 16 columns that take about as long as starting a thread
 _LARGEST: dict[str, int] = {"int8": 127, "int4": 7}  # codes are −largest … largest
 
@@ -52,7 +52,7 @@ class BitMatrix:
             weight: (rows, columns).
             storage: how values are stored; see `rounded`.
         """
-        codes, scales = _coded(weight.detach(), storage)
+        codes, scales = coded(weight.detach(), storage)
         there = weight.detach().numpy() != 0
         rows, columns = there.shape
         words = max(1, -(-columns // _WORD))
@@ -60,8 +60,8 @@ class BitMatrix:
         bits[:, : -(-columns // 8)] = np.packbits(there, axis=1, bitorder="little")
         starts = np.cumsum(np.concatenate([[0], there.sum(axis=1)]))[:-1].astype(np.int64)
         kept = codes[torch.from_numpy(there)]
-        packed = _nibbles(kept) if storage == "int4" else kept.view(torch.uint8)
-        values = np.concatenate([packed.numpy(), np.zeros(_BEYOND, np.uint8)])
+        packed = nibbles(kept) if storage == "int4" else kept.view(torch.uint8)
+        values = np.concatenate([packed.numpy(), np.zeros(BEYOND, np.uint8)])
         masks = torch.from_numpy(bits.view("<i8"))
         numbers, first = torch.from_numpy(values), torch.from_numpy(starts)
         return cls((rows, columns), storage, numbers, masks, first, scales)
@@ -109,7 +109,7 @@ def rounded(weight: Tensor, storage: Storage) -> Tensor:
         weight: (rows, …).
         storage: how values are stored.
     """
-    codes, scales = _coded(weight.detach().flatten(1), storage)
+    codes, scales = coded(weight.detach().flatten(1), storage)
     out = codes.float()
     out = out if scales is None else out * scales.unsqueeze(1)
     return out.reshape(weight.shape)
@@ -140,7 +140,7 @@ def multiply(
         x = padded
     out = torch.empty(samples, count)
     if out.numel():
-        begin = (_zeros(matrix.shape[0]) if bias is None else bias).data_ptr() + 4 * first
+        begin = (zeros(matrix.shape[0]) if bias is None else bias).data_ptr() + 4 * first
         job = [*matrix._addresses(first), begin, x.data_ptr(), out.data_ptr()]
         job += [words, x.stride(0), count]
         kernel = _kernel(matrix.storage, samples, form or this_form())
@@ -158,7 +158,7 @@ def reference(matrix: BitMatrix, x: Tensor, bias: Tensor | None = None) -> Tenso
     """
     bits = np.unpackbits(matrix.masks.numpy().view(np.uint8), axis=1, bitorder="little")
     there = torch.from_numpy(bits[:, : matrix.shape[1]]).bool()
-    kept = _decoded(matrix.values, matrix.storage, int(there.sum()))
+    kept = decoded(matrix.values, matrix.storage, 0, int(there.sum()))
     dense = torch.zeros(there.shape).masked_scatter_(there, kept)
     if matrix.scales is not None:
         dense *= matrix.scales.unsqueeze(1)
@@ -180,11 +180,12 @@ def _kernel(storage: Storage, samples: int, form: Form) -> Kernel:
 
 
 @lru_cache(maxsize=64)
-def _zeros(rows: int) -> Tensor:
+def zeros(rows: int) -> Tensor:
+    """Return zeros that nobody writes to."""
     return torch.zeros(rows)
 
 
-def _coded(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor | None]:
+def coded(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor | None]:
     """Return the numbers to store, and the scale of each row where they are integers."""
     if storage not in _LARGEST:
         return weight.to(getattr(torch, storage)), None
@@ -193,16 +194,17 @@ def _coded(weight: Tensor, storage: Storage) -> tuple[Tensor, Tensor | None]:
     return (weight / scales.unsqueeze(1)).round().to(torch.int8), scales
 
 
-def _nibbles(codes: Tensor) -> Tensor:
+def nibbles(codes: Tensor) -> Tensor:
     """Return 4-bit numbers, two in a byte, the first in the lower half."""
     even = torch.cat([codes, codes.new_zeros(len(codes) % 2)]).view(torch.uint8) & 15
     return even[::2] | (even[1::2] << 4)
 
 
-def _decoded(values: Tensor, storage: Storage, count: int) -> Tensor:
-    """Return the first `count` stored numbers as float32."""
+def decoded(values: Tensor, storage: Storage, first: int, last: int) -> Tensor:
+    """Return stored numbers `first` to `last` (exclusive) as float32."""
     if storage == "int4":
-        both = torch.stack([values & 15, values >> 4], dim=1).flatten()[:count]
+        part = values[first // 2 : -(-last // 2)]
+        both = torch.stack([part & 15, part >> 4], dim=1).flatten()[first % 2 :][: last - first]
         return (both.to(torch.int8) ^ 8).float() - 8
     kind = getattr(torch, storage)
-    return values[: count * kind.itemsize].view(kind).float()
+    return values[first * kind.itemsize : last * kind.itemsize].view(kind).float()

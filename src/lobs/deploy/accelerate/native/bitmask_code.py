@@ -279,11 +279,11 @@ def _expanded(e: Emitter, values: str, at: str, mask: str, kind: str, form: Form
         form: the instructions to use.
     """
     if form == "generic":
-        packed = _loaded(e, values, at, "half bits" if kind == "float16" else kind)
+        packed = loaded(e, values, at, "half bits" if kind == "float16" else kind)
         return e(f"call {V} @expand({V} {packed}, i16 {mask})")
     bits = e(f"bitcast i16 {mask} to <16 x i1>")
     if form == "avx512":
-        packed = _loaded(e, values, at, kind)
+        packed = loaded(e, values, at, kind)
         return e(
             f"call {V} @llvm.x86.avx512.mask.expand.v16f32"
             f"({V} {packed}, {V} zeroinitializer, <16 x i1> {bits})"
@@ -292,7 +292,7 @@ def _expanded(e: Emitter, values: str, at: str, mask: str, kind: str, form: Form
     later = e(f"add i64 {at}, {_count(e, e(f'zext i16 {low} to i64'))}")
     halves = []
     for byte, place in ((low, at), (e(f"lshr i16 {mask}, 8"), later)):
-        packed = _loaded(e, values, place, kind, lanes=8)
+        packed = loaded(e, values, place, kind, lanes=8)
         entry = e.at("@table", e(f"zext i16 {byte} to i64"), "<8 x i32>")
         order = e(f"load <8 x i32>, ptr {entry}, align 32")
         halves.append(
@@ -305,7 +305,7 @@ def _expanded(e: Emitter, values: str, at: str, mask: str, kind: str, form: Form
     return e(f"select <16 x i1> {bits}, {V} {both}, {V} zeroinitializer")
 
 
-def _loaded(e: Emitter, values: str, at: str, kind: str, lanes: int = 16) -> str:
+def loaded(e: Emitter, values: str, at: str, kind: str, lanes: int = 16) -> str:
     """Return the next stored values as floats.
 
     Loads are volatile, so that the code generator does not join them with the expansion. That would
