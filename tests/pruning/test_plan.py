@@ -11,7 +11,7 @@ import lobs
 from lobs import Budget, GreedyOBS, LobsError, Problem, Sparsity
 from lobs.calibration.output_influence import output_influence
 from lobs.layers import find_layers
-from lobs.pruning.plan import allocate, row_losses
+from lobs.pruning.plan import LEAST_SHARE, allocate, allocations, row_losses, with_floors
 from tests.conftest import make_moment
 
 
@@ -124,6 +124,45 @@ def test_a_higher_price_buys_fewer_deletions_and_meets_the_budget():
         shares = allocate(dear, give)
         assert shares["a"] + 8 * shares["b"] >= give
     assert sum(allocate(dear, 70.0).values()) < sum(allocate(plain, 38).values())
+
+
+def curves_of_unequal_importance(of_one=1e-6):
+    torch.manual_seed(0)
+    made = {}
+    for name, matters in (("one", of_one), ("other", 1.0)):
+        problem = Problem(torch.randn(30, 20, dtype=torch.float64), make_moment(20))
+        made[name] = row_losses(problem).curve(600, torch.full((1, 30), matters))
+    return made
+
+
+def test_no_layer_is_emptied_long_before_the_others():
+    plain = curves_of_unequal_importance()
+    floored = with_floors(plain)
+    gives = list(range(0, 1201, 25))
+    before = allocations(plain, gives)
+    after = allocations(floored, gives)
+    assert before[gives.index(600)]["one"] > 590
+    for give, counts in zip(gives, after, strict=True):
+        assert sum(counts.values()) == give and counts == allocate(floored, give)
+        least = LEAST_SHARE * (1 - give / 1200)
+        assert all(1 - n / 600 >= least - 0.03 for n in counts.values())
+    assert after[-1] == {"one": 600, "other": 600}
+
+
+def test_floors_change_nothing_where_layers_lose_alike():
+    plain = curves_of_unequal_importance(of_one=0.5)
+    gives = list(range(0, 1100, 50))
+    assert allocations(with_floors(plain), gives) == allocations(plain, gives)
+
+
+def test_floors_leave_limits_and_dead_weights_alone():
+    plain = curves_of_unequal_importance()
+    forced = {**plain, "one": replace(plain["one"], fewest=590)}
+    assert allocate(with_floors(forced), 600)["one"] >= 590
+    dead = {**plain, "one": replace(plain["one"], keys=torch.zeros(600))}
+    assert allocate(with_floors(dead), 600) == {"one": 600, "other": 0}
+    fixed = {n: replace(c, most=0) for n, c in plain.items()}
+    assert allocate(with_floors(fixed), 0) == {"one": 0, "other": 0}
 
 
 def test_some_rows_stand_for_all(monkeypatch):

@@ -62,6 +62,22 @@ def test_every_stop_is_what_a_run_with_that_budget_does(once):
         assert again.preview.change[again.preview.at] == preview.change[stop]
 
 
+def test_every_stop_is_what_a_run_does_where_a_layer_matters_little():
+    def small_steps(target):
+        model, batches = network()
+        with torch.no_grad():
+            model[0].weight *= 1e-4
+            model[0].bias += 1
+        return lobs.prune(model, batches, target, solver=EXACT, inputs="dense", progress=False)
+
+    preview = small_steps(Sparsity(0.6, rounds=1)).preview
+    for stop in (5, len(preview.change) // 2, len(preview.change) - 3):
+        gone = [row[stop] for row in preview.removed.values()]
+        again = small_steps(Sparsity(sum(gone) / sum(preview.totals.values()), rounds=1))
+        assert [x.total - x.kept for x in again.layers] == gone
+        assert gone[0] < preview.totals["0"]
+
+
 def test_on_dense_inputs_the_exact_solver_makes_the_predicted_errors_true(once):
     preview = once.preview
     for layer in once.layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from lobs.solvers.problem import Problem
 _AFFORDABLE = 6e10  # multiply-adds of the greedy on one layer; beyond it rows are sampled
 _FEWEST_ROWS = 4  # rows of such a sample, at least
 _SIZED_ROWS = 64  # rows whose size and importance are looked at in any case, at least
+LEAST_SHARE = 0.2  # of the network's kept fraction that a layer keeps, about
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,41 @@ def _sizes(problem: Problem) -> Tensor:
         free = weight.shape[-1] - problem.protected
         found.append(torch.cat([some[:, :free].sum(dim=-1) for some in each]))
     return torch.stack(found).cpu()
+
+
+def with_floors(curves: Mapping[str, Curve], share: float = LEAST_SHARE) -> dict[str, Curve]:
+    """Return curves by which no layer is emptied long before the others.
+
+    Errors are predicted to first order. By that order a layer whose outputs matter little may lose
+    all of its weights, such as the queries and keys of attention. Its errors are large then, and
+    the prediction is void. So a layer's last weights become dearer: the fraction r of a layer goes
+    only after the network has come down to r / `share`. Where the network keeps a fraction, each
+    layer keeps about `share` times that fraction or more. Weights without any error still go first.
+
+    The floors are part of the curves and do not depend on a budget. So one sort serves all budgets.
+
+    Args:
+        curves: the layers' error curves.
+        share: smallest kept fraction of a layer, relative to that of the network.
+    """
+    limited = {name: _limited(c) for name, c in curves.items()}
+    keys, order = torch.cat(list(limited.values())).sort(stable=True)
+    each = [torch.full((len(limited[n]),), c.multiplicity).double() for n, c in curves.items()]
+    lost = torch.cat(each)[order].cumsum(0)
+    possible = int(keys.isfinite().sum())
+    if not possible:
+        return dict(curves)
+    lost = lost / lost[-1]
+    found = {}
+    for (name, curve), own in zip(curves.items(), limited.values(), strict=True):
+        kept = 1 - torch.arange(1, len(own) + 1) / len(own)
+        level = torch.searchsorted(lost, 1 - (kept.double() / share).clamp_max(1))
+        least = keys[level.clamp_max(possible - 1)]
+        raised = (own > 0) & (own < least) & (kept < share)
+        plain = curve.keys.sort().values
+        floored = torch.where(raised, least * curve.price, plain.double())
+        found[name] = replace(curve, keys=floored) if bool(raised.any()) else curve
+    return found
 
 
 def allocate(curves: Mapping[str, Curve], give: float) -> dict[str, int]:

@@ -28,7 +28,7 @@ from lobs.pruning.feasibility import Coverage, coverage
 from lobs.pruning.finished import Packed
 from lobs.pruning.latency import Timing, counts_in_time, start_timing
 from lobs.pruning.options import Options
-from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses
+from lobs.pruning.plan import Curve, RowLosses, allocate, row_losses, with_floors
 from lobs.pruning.preview import BudgetPreview, preview_budgets
 from lobs.pruning.refit.joint import WORK, Refit, affordable
 from lobs.solvers.problem import Problem
@@ -362,7 +362,7 @@ class Session:
             price = 1.0 if prices is None else prices[layer.name]
             losses = self._losses[layer.name]
             curves[layer.name] = losses.curve(n, self.influence[layer.name], *limits, price)
-        return curves
+        return with_floors(curves)
 
     def _measure_curves(self) -> None:
         self.influence = self._output_influence(self.model, list(self.layers))

@@ -37,7 +37,7 @@ from lobs.pruning.refit.descent import (
 from lobs.pruning.refit.joint import JointRefit
 from lobs.solvers import linalg
 
-SCHEDULE = Schedule(epochs=4, steps=32, rate=0.05)
+SCHEDULE = Schedule(epochs=3, steps=32, rate=0.07, betas=(0.9, 0.95))
 _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more teach little
 WORK_BYTES = 32  # of a block's weight: copy, gradient, Adam's two, step, size, exact and best
 _LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this

@@ -1,10 +1,11 @@
 """Move the kept weights of a module by Adam, judged on held-out samples.
 
-The steps are Adam's (Kingma and Ba 2015) on a copy in float32. A weight's step is one over the root
-of its curvature. Curvatures differ by many orders of magnitude: a language model has inputs a
-hundred times larger than others, and units that all later layers depend on. They are estimated
-once, from products with random signs. After every epoch the held-out distance is measured. An epoch
-that leads away from the dense output is undone, and the next one takes shorter steps.
+The steps are Adam's (Kingma and Ba 2015) with Nesterov's momentum, on a copy in float32. A weight's
+step is one over the root of its curvature. Curvatures differ by many orders of magnitude: a
+language model has inputs a hundred times larger than others, and units that all later layers depend
+on. They are estimated once, from products with random signs. After every epoch the held-out
+distance is measured. An epoch that leads away from the dense output is undone, and the next one
+takes shorter steps.
 """
 
 from __future__ import annotations
@@ -199,36 +200,78 @@ def descend(
     rows = round(group.sum_numbers(float(sum(len(p.rows) for p in objective.held)))[0])
     if not 0 < before < math.inf:
         return Descent(before, before, 0, rows)
-    best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
+    vector = _Vector(free)
+    best_at = vector.read()
     adam, epochs, idle = _Adam(work, free, objective, schedule), 0, 0
     with track(label, schedule.epochs * schedule.steps) as advance:
         for epoch in range(schedule.epochs):
             adam.epoch(epoch)
-            exact = {name: parameter.detach().clone() for name, parameter, _ in free}
+            exact = vector.read()
             for name, parameter, _ in free:
-                parameter.data.copy_(exact[name].to(own[name].dtype))
+                parameter.data.copy_(parameter.to(own[name].dtype))
             now = objective.distance(work)
             advance(schedule.steps)
             idle = 0 if now < (1 - schedule.worth) * best else idle + 1
             if now < best:
-                best, epochs = now, epoch + 1
-                best_at = {name: parameter.detach().clone() for name, parameter, _ in free}
+                best, epochs, best_at = now, epoch + 1, exact
             else:
                 exact = best_at
                 adam.restart()
-            for name, parameter, _ in free:
-                parameter.data.copy_(exact[name])
+            vector.write(exact)
             if idle == schedule.patience:
                 break
     if epochs:
-        group.broadcast(*best_at.values())  # so that all processes have the same bits
-        for name, value in best_at.items():
-            own[name].data.copy_(value)
+        group.broadcast(best_at)  # so that all processes have the same bits
+        vector.write(best_at)
+        for name, parameter, _ in free:
+            own[name].data.copy_(parameter)
     return Descent(before, best, epochs, rows)
 
 
+class _Vector:
+    """The free weights as one vector: the kept ones of each tensor, one tensor after another.
+
+    At 90 % zeros its steps cost a tenth of what those of whole tensors cost.
+    """
+
+    def __init__(self, free: Free) -> None:
+        self.free = free
+        self.places = [
+            None if mask is None else mask.flatten().nonzero().squeeze(1) for _, _, mask in free
+        ]
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the free entries of tensors in the parameters' shapes."""
+        flat = [tensor.detach().flatten() for tensor in tensors]
+        parts = [x if at is None else x[at] for x, at in zip(flat, self.places, strict=True)]
+        return torch.cat([part.to(parts[0].device) for part in parts])
+
+    def read(self) -> Tensor:
+        """Return the weights."""
+        return self.gather([parameter for _, parameter, _ in self.free])
+
+    def gradients(self) -> Tensor:
+        """Return the gradients; zero where a weight took no part."""
+        found = [p.grad if p.grad is not None else torch.zeros_like(p) for _, p, _ in self.free]
+        return self.gather(found)
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Write the weights."""
+        counts = [
+            p.numel() if at is None else len(at)
+            for (_, p, _), at in zip(self.free, self.places, strict=True)
+        ]
+        parts = zip(self.free, self.places, torch.split(values, counts), strict=True)
+        for (_, parameter, _), at, part in parts:
+            if at is None:
+                parameter.copy_(part.view_as(parameter))
+            else:
+                parameter.put_(at, part.to(parameter.device))
+
+
 class _Adam:
-    """Adam on the free parameters, epoch by epoch.
+    """Adam with Nesterov's momentum (Dozat 2016) on the free parameters, epoch by epoch.
 
     Args:
         work: the module.
@@ -242,15 +285,14 @@ class _Adam:
     ) -> None:
         self.work, self.free, self.objective, self.schedule = work, free, objective, schedule
         self.generator = torch.Generator().manual_seed(0)
-        self.sizes = _step_sizes(work, free, objective)
+        self.vector = _Vector(free)
+        self.sizes = self.vector.gather(_step_sizes(work, free, objective))
         self.rate = schedule.rate
         self._begin()
 
     def _begin(self) -> None:
-        # Steps of length 1, which `_step` scales: Adam's own do not depend on the gradient's size.
-        self.optimizer = torch.optim.Adam(
-            [p for _, p, _ in self.free], lr=1.0, betas=self.schedule.betas, eps=_LEAST_GRADIENT
-        )
+        self.mean, self.square = torch.zeros_like(self.sizes), torch.zeros_like(self.sizes)
+        self.taken = 0
 
     def restart(self) -> None:
         """Begin again with smaller steps: the last ones led away."""
@@ -262,28 +304,31 @@ class _Adam:
         group, fit, objective = process_group(), self.objective.fit, self.objective
         order = [fit[i] for i in torch.randperm(len(fit), generator=self.generator)]
         steps = _joined(order, objective.rows)[: objective.steps]
-        many = max(group.all_gather(len(steps)))
+        many, values = max(group.all_gather(len(steps))), self.vector.read()
         for index in range(many):
             progress = (number + index / many) / self.schedule.epochs
-            self.optimizer.zero_grad(set_to_none=True)
+            self.work.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 for piece in steps[index] if index < len(steps) else ():
                     objective.loss(self.work, piece).backward()  # type: ignore[no-untyped-call]
-            for (_, parameter, mask), size in zip(self.free, self.sizes, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                if mask is not None:
-                    parameter.grad.mul_(mask)
-                parameter.grad.mul_(size)  # so that its square fits into float32
-            group.all_reduce(*(p.grad for _, p, _ in self.free if p.grad is not None))
-            self._step(self.rate * 0.5 * (1 + math.cos(math.pi * progress)))
+            # In units of the steps, so that squares fit into float32.
+            gradient = self.vector.gradients().mul_(self.sizes)
+            group.all_reduce(gradient)
+            step = self._step(gradient).mul_(self.sizes)
+            values.sub_(step, alpha=self.rate * 0.5 * (1 + math.cos(math.pi * progress)))
+            self.vector.write(values)
+        self.work.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
-    def _step(self, rate: float) -> None:
-        before = [p.detach().clone() for _, p, _ in self.free]
-        self.optimizer.step()
-        for (_, parameter, _), size, old in zip(self.free, self.sizes, before, strict=True):
-            parameter.sub_(old).mul_(size).mul_(rate).add_(old)
+    def _step(self, gradient: Tensor) -> Tensor:
+        """Return a step of length 1, about; it does not depend on the gradient's size."""
+        slow, fast = self.schedule.betas
+        self.taken += 1
+        self.mean.lerp_(gradient, 1 - slow)
+        self.square.mul_(fast).addcmul_(gradient, gradient, value=1 - fast)
+        ahead = self.mean * (slow / (1 - slow ** (self.taken + 1)))
+        ahead.add_(gradient, alpha=(1 - slow) / (1 - slow**self.taken))
+        root = (self.square / (1 - fast**self.taken)).sqrt_().add_(_LEAST_GRADIENT)
+        return ahead.div_(root)
 
 
 def _step_sizes(work: nn.Module, free: Free, objective: Objective) -> list[Tensor]:
