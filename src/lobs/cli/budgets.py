@@ -72,7 +72,7 @@ SpeedupOption = Annotated[
 LatencyOption = Annotated[
     str | None,
     typer.Option(
-        help="Time of one input on this machine, once accelerated: 5ms, 0.2s.",
+        help="Time of one input here, once accelerated: 5ms, 0.2s.",
         metavar="TIME",
         rich_help_panel=TARGET,
     ),

@@ -92,7 +92,7 @@ SkipOption = Annotated[
 MetricOption = Annotated[
     str | None,
     typer.Option(
-        help="What your evaluate returns: score (larger is better) or error.",
+        help="Your evaluate returns a score or an error.",
         metavar="KIND",
         rich_help_panel=DATA,
     ),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PatternOption = Annotated[
     str | None,
     typer.Option(
-        help="Keep n of every m weights: 2:4, 4:8, or 'fc1=2:4,fc*=1:4'. This is a target.",
+        help="Keep n of every m weights: 2:4, or 'fc1=2:4,fc*=1:4'.",
         metavar="N:M",
         rich_help_panel=PATTERN,
     ),

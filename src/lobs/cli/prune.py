@@ -136,7 +136,7 @@ DryRunOption = Annotated[
 MemoryOption = Annotated[
     str | None,
     typer.Option(
-        help="Largest resident memory, such as 8GB; the rest goes to temporary files.",
+        help="Largest resident memory (8GB); the rest goes to files.",
         metavar="SIZE",
         rich_help_panel=MACHINE,
     ),
@@ -145,7 +145,7 @@ TimeOutOption = Annotated[
     float,
     typer.Option(
         min=1,
-        help="Under torchrun: seconds to wait for a silent process.",
+        help="Under torchrun: longest wait for a process.",
         metavar="S",
         rich_help_panel=MACHINE,
     ),
