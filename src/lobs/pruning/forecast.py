@@ -24,6 +24,7 @@ from lobs.pruning.refit.gauss_newton import PASSES
 from lobs.pruning.refit.joint import WORK, Refit, affordable, effort
 from lobs.pruning.refit.split import SMALL
 from lobs.pruning.refit.whole import SCHEDULE as WHOLE
+from lobs.pruning.session import INFLUENCE_SAMPLES
 from lobs.solvers.auto import bytes_of, seconds_of
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.problem import Solver
@@ -289,25 +290,27 @@ def _stages(
     yield Stage("count inputs", 1, forward)
     if groups:
         yield Stage("moments", groups, groups * forward + probe.products)
+    by_blocks = load.refit == "blocks" or not affordable(probe.madds, probe.samples, WORK)
     looks = (load.looks or load.rounds) if load.shared else 0
     if looks:
-        yield Stage("influence", looks, 3 * looks * forward)
+        some = min(1.0, INFLUENCE_SAMPLES / max(1, probe.samples)) if by_blocks else 1.0
+        yield Stage("influence", looks, 3 * looks * some * forward)
     solving = sum(
         seconds_of(solver, _shape(layer, asked))
         for layer in layers
         if (asked := for_layer(load.target, layer.name)) is not None
     )
-    by_blocks = load.refit == "blocks" or not affordable(probe.madds, probe.samples, WORK)
     # All but the last round of a large network are solved on moments that are there already.
     walks = 1 if by_blocks and load.refit != "layers" and load.looks is None else load.runs
     walk = 2 * forward + probe.paired if load.sequential else 0.0
     yield Stage("prune", 2 * walks if walk else 0, walks * walk + load.runs * solving)
-    if load.refit != "layers" and (probe.batches > 1 or probe.samples >= SMALL):
-        if by_blocks and candidates(model):
-            yield from _refitting_blocks(load, forward)
-        else:
-            yield from _refitting(probe, layers, load, sum(1 for _ in model.modules()))
-    if load.batch_norm and find_norms(model):
+    refitted = load.refit != "layers" and (probe.batches > 1 or probe.samples >= SMALL)
+    blocks = refitted and by_blocks and bool(candidates(model))
+    if blocks:
+        yield from _refitting_blocks(load, forward)
+    elif refitted:
+        yield from _refitting(probe, layers, load, sum(1 for _ in model.modules()))
+    if load.batch_norm and find_norms(model) and not blocks:  # whose refit moves the norms
         # Both networks, the pruned one with new statistics, then both with these.
         yield Stage("batch norm", 5 * walks, 5 * walks * forward)
     else:

@@ -35,7 +35,7 @@ from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
-_INFLUENCE_SAMPLES = 96  # of a large network, about; its output influence varies little
+INFLUENCE_SAMPLES = 96  # of a large network, about; its output influence varies little
 _CURVE_VECTORS = 16  # input vectors for every column that error curves of a large network need
 
 T = TypeVar("T")
@@ -391,7 +391,7 @@ class Session:
         group = process_group()
         seen = self.calibration
         skipped = seen.drawn_elsewhere(group.rank) if group.size > 1 else ()
-        every = max(1, seen.samples // _INFLUENCE_SAMPLES) if self.by_blocks else 1
+        every = max(1, seen.samples // INFLUENCE_SAMPLES) if self.by_blocks else 1
         return self._stored(
             f"influence {self._influences}",
             lambda: output_influence(model, self.batches, layers, skipped=skipped, every=every),
