@@ -120,6 +120,14 @@ def written(path, build=Decoder, kind=torch.float32):
     return model
 
 
+def add_head(folder):
+    """Add the weights of a head that is not tied."""
+    save_file({"head.weight": torch.randn(20, 8)}, folder / "head.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["head.weight"] = "head.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
 def pruned(path, build=Decoder, name="small", **how):
     """Prune the folder `path / 'big'`."""
     if "target" not in how:
@@ -289,6 +297,38 @@ def test_a_buffer_that_blocks_share_is_stored_once(tmp_path, monkeypatch):
     assert equal(found, state(tmp_path / "whole"))
 
 
+class Both(Decoder):
+    """An encoder and a decoder: two rows of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        for block in self.encoder:
+            h = block(h)[0]
+        for block in self.blocks:
+            h = block(h, scale=self.scale)[0]
+        return self.head(self.norm(h))
+
+
+def test_a_second_row_of_blocks_stays_dense_and_is_named(tmp_path):
+    written(tmp_path / "big", Both)
+    with pytest.warns(lobs.NumericalWarning, match=r"4 layers with .* stay dense, such as 'enc"):
+        result = pruned(tmp_path, Both)
+    assert {name for name in result.dense if name.startswith("encoder")} == {
+        f"encoder.{i}.{part}" for i in range(2) for part in ("up", "down")
+    }
+
+
+def test_a_head_over_the_vocabulary_stays_dense_without_a_warning(tmp_path, recwarn):
+    written(tmp_path / "big", lambda: Decoder(tied=False))
+    add_head(tmp_path / "big")
+    assert "head" in pruned(tmp_path, lambda: Decoder(tied=False)).dense
+    assert not [w for w in recwarn if "lie outside" in str(w.message)]
+
+
 def test_batches_run_once_up_to_the_first_block(tmp_path):
     written(tmp_path / "big")
     seen = []
@@ -339,11 +379,7 @@ def test_two_blocks_are_in_memory_at_most(tmp_path, monkeypatch):
 
 def test_the_head_is_never_read(tmp_path, monkeypatch):
     written(tmp_path / "big", lambda: Decoder(tied=False))
-    path = tmp_path / "big" / "head.safetensors"
-    save_file({"head.weight": torch.randn(20, 8)}, path)
-    index = json.loads((tmp_path / "big" / INDEX).read_text())
-    index["weight_map"]["head.weight"] = path.name
-    (tmp_path / "big" / INDEX).write_text(json.dumps(index))
+    add_head(tmp_path / "big")
     read, seen = folder_walk.Shards.read, []
 
     def spy(self, names):

@@ -26,7 +26,7 @@ from lobs.calibration.batches import Batches, guarded
 from lobs.calibration.blocks.folder import FolderBlocks
 from lobs.calibration.blocks.skeleton import Skeleton, bytes_of
 from lobs.calibration.forward import evaluating
-from lobs.errors import LobsError, TargetError, warning_once
+from lobs.errors import LobsError, TargetError, caution, warning_once
 from lobs.layers import Layer
 from lobs.layers.discovery import choose_layers, uncovered_weights
 from lobs.pruning import feasibility
@@ -42,6 +42,9 @@ from lobs.targets import Pattern, Sparsity, Target, for_layer, wanted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_MUCH = 0.05  # share of the weights that may stay dense without a warning
 
 
 @dataclass(frozen=True)
@@ -238,10 +241,29 @@ def _chosen(
             f"'{found[0].name}' lies outside the blocks, which are all that prune_folder prunes: "
             f"name layers in '{skeleton.blocks[0]}' and the like."
         )
+    outside = [layer for layer in found if not layer.name.startswith(starts)]
+    _warn_of(outside, found, _heads(skeleton.model))
     feasibility.check(asked.target, skeleton.model, inside, asked.numerics.prune_bias)
     chosen = [layer for layer in inside if for_layer(asked.target, layer.name) is not None]
     names = {layer.name for layer in chosen}
     return chosen, [name for name in every if name not in names]
+
+
+def _warn_of(outside: list[Layer], every: list[Layer], heads: set[str]) -> None:
+    """Say that layers stay dense, where they hold much: an encoder-decoder has two rows."""
+    left = [layer for layer in outside if layer.name not in heads]
+    share = sum(x.weight.numel() for x in left) / sum(x.weight.numel() for x in every)
+    if share > _MUCH:
+        caution(
+            f"{len(left)} layers with {share:.0%} of the weights lie outside the row of blocks and "
+            f"stay dense, such as '{left[0].name}': lobs.prune prunes them too, in memory."
+        )
+
+
+def _heads(model: nn.Module) -> set[str]:
+    """Return output layers over a vocabulary: they have a row for every row of an embedding."""
+    sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name for name, m in model.named_modules() if getattr(m, "out_features", None) in sizes}
 
 
 def _cost(layer: Layer) -> float:

@@ -33,7 +33,7 @@ from lobs.pruning.folder import prune_folder
 from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.pruning.result import LayerResult
 from lobs.storage.shards import Shards, check_apart, copy_others
-from lobs.targets import Pattern, Sparsity, Target, wanted
+from lobs.targets import Pattern, Sparsity, Structured, Target, wanted
 from lobs.zoo.hub.advice import advice
 from lobs.zoo.hub.headers import mask_headers
 from lobs.zoo.hub.measuring import Answers, answers, scores
@@ -202,6 +202,8 @@ class _Job:
             return f"refit is {self.options['refit']!r}"
         if not (uniform or isinstance(self.target, Pattern)):
             return "its layers share one target"
+        if isinstance(self.target, Structured):
+            return "a unit leaves with all that shares or reads it, in other layers too"
         try:
             skeleton = Skeleton(self.source.build, self.source.shards)
             layers = choose_layers(
