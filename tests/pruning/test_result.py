@@ -25,7 +25,8 @@ def result():
 
 
 def test_the_summary_leads_with_the_gain(result):
-    first, *rest = result.summary().splitlines()
+    first, change, *rest = result.summary().splitlines()
+    assert change.startswith("Output change: ") and "of the output's norm" in change
     assert first == "10× fewer weights: 32 of 320 kept (10.00 %)."
     assert rest[0].split() == ["layer", "shape", "kept", "rel.", "error", "seconds"]
     for row, layer in zip(rest[1:3], result.layers, strict=True):

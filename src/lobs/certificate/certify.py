@@ -249,10 +249,10 @@ class Sharing:
         self._calibration = collect_moments(dense, batches, list(before.values()), counts_only=True)
         dense_weights = {name: x.matrix() for name, x in before.items()}
         self._comparison = between(dense, pruned, pairs, inputs).over(batches)
-        apart = {name: distance.error > 0 for name, distance in self._comparison.layers.items()}
+        differs = {name: distance.error > 0 for name, distance in self._comparison.layers.items()}
         for name, weight in dense_weights.items():
-            apart.setdefault(name, not torch.equal(weight, after[name].matrix()))
-        errors = {name: float(differs) for name, differs in apart.items()}
+            differs.setdefault(name, not torch.equal(weight, after[name].matrix()))
+        errors = {name: float(other) for name, other in differs.items()}
         gains_from = dense_weights if inputs == "pruned" else None
         try:
             links = links_of(

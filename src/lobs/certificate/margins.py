@@ -53,10 +53,10 @@ def usable(
     if not isinstance(example, Tensor) or not example.is_floating_point():
         return None
     try:
-        apart = all(_apart(pruned, example, watched, chosen) for chosen in _patterns())
+        independent = all(_independent(pruned, example, watched, chosen) for chosen in _patterns())
     except Exception:  # modules of the network may raise anything on another batch size
         return None
-    return dict(gains) if apart and len(watched) == len(gains) else None
+    return dict(gains) if independent and len(watched) == len(gains) else None
 
 
 def _patterns() -> Iterator[Tensor]:
@@ -67,7 +67,9 @@ def _patterns() -> Iterator[Tensor]:
         yield from (chosen, ~chosen)
 
 
-def _apart(model: nn.Module, example: Tensor, layers: Sequence[Layer], chosen: Tensor) -> bool:
+def _independent(
+    model: nn.Module, example: Tensor, layers: Sequence[Layer], chosen: Tensor
+) -> bool:
     """Return whether NaN in the chosen samples reaches their rows, and no others."""
     x = example[:1].repeat(_SAMPLES, *[1] * (example.dim() - 1))
     x[chosen.to(x.device)] = torch.nan

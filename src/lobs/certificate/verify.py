@@ -292,8 +292,8 @@ def verify_margins(
             isinstance(share, int | float) and again is not None and abs(again - share) <= _NEARLY
         )
         shown = "none" if again is None else f"{again:.4%}"
-        said = f"{share:.4%}" if isinstance(share, int | float) else str(share)
-        findings.append(Finding(name, near, f"recomputed {shown}, recorded {said}"))
+        stated_share = f"{share:.4%}" if isinstance(share, int | float) else str(share)
+        findings.append(Finding(name, near, f"recomputed {shown}, recorded {stated_share}"))
     return findings
 
 

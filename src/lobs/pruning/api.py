@@ -295,26 +295,26 @@ def _settings(session: Session, run: Run, trials: list[Trial], calibrated: float
         settings["time"] = run.session.timing.measured(run.model)
     if trials:
         settings["trials"] = [asdict(trial) for trial in trials]
-    return settings | _said(session, run)
+    return settings | _reservations(session, run)
 
 
-def _said(session: Session, run: Run) -> dict[str, Any]:
+def _reservations(session: Session, run: Run) -> dict[str, Any]:
     """Return where a number that was asked for means less than it seems to."""
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     target, layers = session.options.target, session.layers
     if isinstance(target, Budget) and target.bytes is not None:
         counts = session.prunable
         if header_room(target.bytes, session.model, layers, target, counts):
-            said["file bytes"] = target.bytes
+            found["file bytes"] = target.bytes
         else:
-            said["header"] = header_bytes(session.model, layers)
+            found["header"] = header_bytes(session.model, layers)
     tensors = run.model.state_dict()
     lost = {
         name: count
         for name, mask in run.masks.items()
         if tensors[name].itemsize < 4 and (count := int((mask & (tensors[name] == 0)).sum()))
     }
-    return said | ({"underflow": lost} if lost else {})
+    return found | ({"underflow": lost} if lost else {})
 
 
 def _check_left(asked: Options, solutions: Mapping[str, Solution], trials: list[Trial]) -> None:

@@ -98,14 +98,14 @@ def _span(values: Sequence[float]) -> str:
 
 def html_table(result: PruningRecord) -> str:
     """Return the gain and a table of layers as HTML without scripts or styles."""
-    said = "".join(_headline(result) or [_change(result)])
+    sentence = "".join(_headline(result) or [_change(result)])
     head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(layer))}</tr>"
         for layer in result.layers
     )
     return (
-        f"<p><b>{escape(gain(result.kept, result.total))}</b> {escape(said)}</p>"
+        f"<p><b>{escape(gain(result.kept, result.total))}</b> {escape(sentence)}</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
 
@@ -168,7 +168,8 @@ def _speed(time: Mapping[str, Any]) -> str:
 
 def _notes(result: PruningRecord) -> list[str]:
     settings = result.settings
-    lines = [] if (said := _change(result)) in _headline(result) else [said]
+    change = _change(result)
+    lines = [] if change in _headline(result) else [change]
     if result.coverage is not None:
         lines.insert(0, f"Prunable: {result.coverage}")
     damped = [f"{printable(x.name)} ({x.damping:.1e})" for x in result.layers if x.damping]

@@ -1,0 +1,1 @@
+"""Main paths on a device that this machine does not have."""
