@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lobs.zoo.hub.libraries import library
+
 _STORIES_BYTES = 60_816_028  # of the model; the tokenizer follows in the same file
 
 
@@ -123,6 +125,7 @@ def smollm2(folder: Path) -> tuple[nn.Module, Any]:
     Args:
         folder: the folder with the one GGUF file.
     """
+    library("transformers")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = next(folder.glob("*.gguf")).name
@@ -143,6 +146,7 @@ def minilm(folder: Path) -> tuple[nn.Module, Any]:
     Args:
         folder: the folder with `model.safetensors` and `tokenizer.json`.
     """
+    library("transformers")
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
     from transformers import BertConfig, BertModel

@@ -1,6 +1,6 @@
 """Time pruned networks: dense torch against `lobs.accelerate`, in turns.
 
-    python -m benchmarks.latency [--threads 1] [--seconds 1] [--only kernel lenet300 linear layers]
+    python -m benchmarks.latency [--threads 1] [--seconds 1] [--only kernel convs lenet300 linear layers]
 
 Prints best runs, and medians with 95 % intervals.
 """
@@ -17,6 +17,7 @@ from torch import nn
 import lobs
 from lobs import NumericalWarning, Sparsity, zoo
 from lobs.deploy.accelerate import take_turns
+from lobs.deploy.accelerate.engines import ConvEngine
 from lobs.deploy.accelerate.native import BitMatrix, SlotMatrix, multiply, multiply_slots
 from lobs.zoo.datasets import mnist
 
@@ -89,10 +90,46 @@ def kernel(seconds: float) -> None:
                 print(row, flush=True)
 
 
-def thinned(layer, kept):
+CONVS = {  # name: (channels in, channels out, kernel, positions a side)
+    "layer1 3×3": (64, 64, 3, 56),
+    "layer2 3×3": (128, 128, 3, 28),
+    "layer3 3×3": (256, 256, 3, 14),
+    "layer2 1×1": (512, 128, 1, 28),
+    "layer3 1×1": (1024, 256, 1, 14),
+}
+
+
+def convs(seconds: float) -> None:
+    """Print convolutions of ResNet-50: single zeros, and zeros in blocks of four rows."""
+    print("| convolution | kept | batch | dense ms | single zeros | blocks 2×1 | blocks 4×1 |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (inputs, outputs, size, side) in CONVS.items():
+        for kept in (0.1, 0.2, 0.3, 0.4):
+            for batch in (1, 8):
+                x = torch.randn(batch, inputs, side, side)
+                with torch.no_grad():
+                    runs = {}
+                    for block in (1, 2, 4):
+                        conv = nn.Conv2d(inputs, outputs, size, padding=size // 2)
+                        conv = thinned(conv, kept, block).eval().requires_grad_(False)
+                        engine = ConvEngine([conv], x)
+                        assert torch.allclose(engine.run(x), conv(x), rtol=1e-3, atol=1e-3)
+                        runs[block] = partial(engine.run, x)
+                    runs["dense"] = partial(conv, x)
+                    samples = take_turns(runs, seconds, 99)
+                best = {key: float(taken.min()) * 1e3 for key, taken in samples.items()}
+                cells = " | ".join(f"{best['dense'] / best[b]:.2f}×" for b in (1, 2, 4))
+                print(
+                    f"| {name} | {kept:.0%} | {batch} | {best['dense']:.2f} | {cells} |", flush=True
+                )
+
+
+def thinned(layer, kept, block=1):
     torch.manual_seed(0)
     with torch.no_grad():
-        layer.weight.masked_fill_(torch.rand_like(layer.weight) >= kept, 0)
+        shape = len(layer.weight) // block, *layer.weight.shape[1:]
+        gone = torch.rand(shape) >= kept
+        layer.weight.masked_fill_(gone.repeat_interleave(block, 0), 0)
     return layer
 
 
@@ -114,6 +151,8 @@ def main() -> None:
     details = []
     if "kernel" in given.only:
         kernel(given.seconds)
+    if "convs" in given.only:
+        convs(given.seconds)
     for name in ("lenet300", "lenet5"):
         if name in given.only:
             images = mnist.load("test").images

@@ -167,7 +167,7 @@ def _round(problem: Problem, sparsity: float) -> tuple[float, float]:
     _, seconds = timed(lambda: swap(problem, *first, rounds=1), 2)
     rows = len(problem.weight)
     work = rows * round_work(
-        int(first[0].sum()) / rows, problem.weight.shape[1] - problem.protected
+        int(first[0].sum()) / rows, problem.weight.shape[1] - problem.protected, rows
     )
     return seconds, COSTS.product * work / 1e9
 

@@ -14,6 +14,7 @@ from lobs import LobsError
 from lobs.deploy.accelerate.modules import FastLinear
 from lobs.deploy.accelerate.native import this_form
 from lobs.deploy.accelerate.native_engines import BitmaskEngine, PlanesEngine, SlotsEngine
+from lobs.deploy.accelerate.norms import FoldedConv, FoldedDense, FoldedNorm
 from lobs.deploy.accelerate.packed import Packed
 from lobs.deploy.accelerate.shared import SharedInput, SharedPart
 
@@ -235,3 +236,68 @@ def test_generation_gives_the_same_tokens(prefer):
         assert torch.equal(done.model.generate(prompt, **options), expected)
         kinds = {type(m.engine) for m in done.model.modules() if hasattr(m, "engine")}
         assert kinds == {BitmaskEngine, SharedPart}
+
+
+class Normed(nn.Module):
+    """Convolutions with batch norms: plain, read twice, depthwise, without affine weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.na = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.b, self.nb = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8)
+        self.c, self.nc = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, affine=False)
+        self.d, self.nd = nn.Conv2d(8, 4, 3, stride=2), nn.BatchNorm2d(4)
+        for norm in (self.na, self.nb, self.nc, self.nd):
+            norm.running_mean, norm.running_var = torch.randn_like(norm.running_mean), None
+            norm.running_var = torch.rand(norm.num_features) + 0.5
+
+    def forward(self, x):
+        x = torch.relu(self.nb(self.b(torch.relu(self.na(self.a(x))))))
+        y = self.c(x)
+        return self.nd(self.d(self.nc(y) + y))  # y is read twice: nothing to fold
+
+
+@pytest.mark.parametrize("kinds", [("folded",), ("folded", "compiled")], ids=str)
+def test_batch_norms_are_folded(prefer, kinds):
+    prefer(*kinds)
+    model, x = Normed().eval(), torch.randn(2, 3, 12, 12)
+    for conv in (model.a, model.b, model.c, model.d):
+        sparse(conv, 0.5)
+    done = lobs.accelerate(model, x, progress=False)
+    fast = done.model
+    assert [isinstance(m, FoldedNorm) for m in (fast.na, fast.nb, fast.nc, fast.nd)] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    kind = FoldedConv if "compiled" in kinds else FoldedDense
+    assert all(type(m.engine) is kind for m in (fast.a, fast.b, fast.d))
+    assert "folded" in done.summary() and getattr(fast.c, "engine", None).__class__ is not kind
+    with torch.no_grad():
+        assert_close(fast(x), model(x))
+        assert list(fast.state_dict()) == list(model.state_dict())
+        assert_close(fast(x.double().float()[:, :, :11]), model(x[:, :, :11]))
+        twin = copy.deepcopy(fast)
+        other = Normed().eval()
+        twin.load_state_dict(other.state_dict())  # weights and statistics follow
+        assert_close(twin(x), other(x))
+        assert_close(fast(x), model(x))
+        seen = []
+        handle = fast.a.register_forward_hook(lambda m, args, out: seen.append(out))
+        assert_close(fast(x), model(x))
+        assert_close(seen[0], model.a(x))  # hooks see what they always saw
+        handle.remove()
+        assert_close(fast.double()(x.double()).float(), model(x))
+    fast = lobs.accelerate(model, x, progress=False).model.train()
+    reference = copy.deepcopy(model).train()
+    assert_close(fast(x), reference(x))
+    assert torch.allclose(fast.na.running_mean, reference.na.running_mean)
+
+
+def test_a_shared_batch_norm_is_not_folded(prefer):
+    prefer("folded")
+    norm = nn.BatchNorm2d(3)
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), norm, nn.Conv2d(3, 3, 3), norm).eval()
+    x = torch.randn(2, 3, 9, 9)
+    fast = lobs.accelerate(model, x, progress=False).model
+    assert not any(isinstance(m, FoldedNorm) for m in fast.modules())
+    with torch.no_grad():
+        assert_close(fast(x), model(x))

@@ -429,3 +429,16 @@ def test_torchs_own_deprecations_are_not_the_users_concern(recwarn):
     warnings.simplefilter("always")
     cut(network(), batches())
     assert not [w for w in recwarn if issubclass(w.category, DeprecationWarning)]
+
+
+def test_forward_passes_that_a_step_keeps_change_no_bit(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 5))
+    batches = list(torch.randn(6, 40, 12))
+    found = []
+    for room in (0, 2**27):
+        monkeypatch.setattr("lobs.pruning.refit.gauss_newton._KEPT_BYTES", room)
+        result = lobs.prune(model, batches, keep=0.4, refit="network", progress=False)
+        found.append(result.model.state_dict())
+    assert "jointly" in result.settings["refit"]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

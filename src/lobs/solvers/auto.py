@@ -264,5 +264,6 @@ def _round_seconds(problem: Problem, kept: int) -> float:
     d, rows = problem.weight.shape[-1], problem.weight[..., 0].numel()
     pairs = zip(problem.metrics, problem.groups, strict=True)
     digits = 1 if all(single_precision(metric, weight) for metric, (weight, _) in pairs) else 2
-    work = round_work(kept / max(1, rows), d - problem.protected)
+    group = problem.weight.shape[-2]
+    work = round_work(kept / max(1, rows), d - problem.protected, group)
     return digits * COSTS.product * rows * work / 1e9

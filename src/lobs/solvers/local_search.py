@@ -32,7 +32,9 @@ from lobs.solvers.together import swap_together
 
 _POOL = 128  # candidates on either side, at most; more find little more
 _LEAST_POOL = 32  # candidates on either side, at least
-_SHARE = 3  # candidates per root of a row's kept weights; cost grows faster than what more find
+# Candidates per root of a row's kept weights; cost grows faster than what more find. In layers of
+# _LARGE weights the third loses 0.05 % of the error at most, and takes a tenth of the time.
+_SHARE, _LARGE_SHARE, _LARGE = 3, 2, 100_000
 # The cost of a round in multiply-adds of matrix products: per multiply-add of the elimination, per
 # cube of the pool's size, and per row.
 _ELIMINATING, _SEARCHING, _ROW = 1.5, 3, 1e6
@@ -122,14 +124,21 @@ def _kind(problem: Problem) -> torch.dtype:
     return torch.float32 if sound else torch.float64
 
 
-def pool_size(kept: float, free: int) -> int:
+def pool_size(kept: float, free: int, rows: int) -> int:
     """Return how many of a row's `free` columns a round tries when `kept` of them are kept."""
-    return min(2 * max(_LEAST_POOL, min(_POOL, int(_SHARE * kept**0.5))), free)
+    share = _LARGE_SHARE if rows * free >= _LARGE else _SHARE
+    return min(2 * max(_LEAST_POOL, min(_POOL, int(share * kept**0.5))), free)
 
 
-def round_work(kept: float, free: int) -> float:
-    """Estimate the cost of a round per row, in multiply-adds of matrix products."""
-    pool = pool_size(kept, free)
+def round_work(kept: float, free: int, rows: int) -> float:
+    """Estimate the cost of a round per row, in multiply-adds of matrix products.
+
+    Args:
+        kept: kept weights of a row.
+        free: columns that may be exchanged.
+        rows: rows of the layer's groups.
+    """
+    pool = pool_size(kept, free, rows)
     inside = pool - min(pool / 2, max(0.0, free - kept))
     fixed = max(0.0, kept - inside)
     eliminating = fixed**3 / 6 + fixed**2 * pool / 2 + fixed * pool**2
@@ -155,7 +164,8 @@ class _Rows:
         self.processes = problem.context.group
         self.importance = problem.importance[group]
         self.free = weight.shape[1] - problem.protected  # columns that may be exchanged
-        self.pool = pool_size(int(kept[:, : self.free].sum()) / max(1, len(kept)), self.free)
+        each = int(kept[:, : self.free].sum()) / max(1, len(kept))
+        self.pool = pool_size(each, self.free, len(kept))
         self.active = torch.ones(len(kept), dtype=torch.bool, device=kept.device)
         self.independent = self._independence()
         support = int(kept.sum()) // max(1, len(kept))

@@ -27,6 +27,7 @@ from lobs.deploy.accelerate.layerwise import (
 )
 from lobs.deploy.accelerate.modules import densely
 from lobs.deploy.accelerate.native import STORAGES, Storage
+from lobs.deploy.accelerate.norms import fold_norms
 from lobs.deploy.accelerate.packed import release_dense as release
 from lobs.deploy.accelerate.shared import share
 from lobs.errors import LobsError
@@ -103,7 +104,8 @@ def accelerate(
 
     Each Linear, Conv2d and transformers' Conv1D is timed on its input: dense, as CSR or BSR, in
     compiled kernels, and dense without empty rows and columns. Layers that read one input, and
-    chains of Linear and ReLU, are also tried as one call. A replacement must win by more than
+    chains of Linear and ReLU, are also tried as one call, and batch norms are folded into the
+    convolutions before them. A replacement must win by more than
     `margin` and the noise, and so must the whole network in the end.
 
     The copy computes densely in training, with gradients, autocast, other devices and dtypes, and
@@ -139,6 +141,7 @@ def accelerate(
                 fast = replaced(fast, name, better) if better is not None else fast
                 advance(1)
         rows += share(fast, groups, inputs, measuring)
+        rows += fold_norms(fast, inputs, example, measuring)
         if values == "float32":  # fused runs hold float32 values
             fast, fused = fuse(fast, inputs, example, margin, seconds)
             rows += fused

@@ -19,6 +19,8 @@ from lobs.deploy.accelerate.native import PlaneMatrix, add_planes, block_of
 from lobs.layers.discovery import as_layer
 
 _tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+# What a batch norm computes with in eval mode.
+NORM = ("weight", "bias", "running_mean", "running_var")
 # An engine runs for inputs up to this factor larger or smaller than the measured one.
 _NEAR = 2
 _WORTH_A_THREAD = 2_000_000  # multiply-adds
@@ -29,6 +31,7 @@ class Engine(ABC):
     """Compute layers from arrays made of their weights, and notice when the weights change."""
 
     name = "engine"
+    norm: Any = None  # a batch norm that the engine computes too, or None
 
     def __init__(self, layers: Sequence[nn.Module], example: Tensor) -> None:
         self.layers: list[Any] = list(layers)
@@ -46,6 +49,8 @@ class Engine(ABC):
         for layer in self.layers:
             if layer.training:
                 return False
+        if self.norm is not None and (self.norm.training or self.layers[0]._forward_hooks):
+            return False
         changes = 0
         # Dictionaries, because a module's attribute look-up takes longer than a small layer.
         for slots, key, tensor in self.watched:
@@ -69,8 +74,32 @@ class Engine(ABC):
             for key in ("weight", "bias")
             if (tensor := layer._parameters[key]) is not None
         ]
+        if self.norm is not None:
+            slots = {**self.norm._parameters, **self.norm._buffers}
+            self.watched += [
+                (
+                    self.norm._parameters if key in self.norm._parameters else self.norm._buffers,
+                    key,
+                    slots[key],
+                )
+                for key in NORM
+                if slots[key] is not None
+            ]
         self.version = sum(version(tensor) for _, _, tensor in self.watched)
         self.prepare()
+
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Return the first layer's weight and bias, with the batch norm folded into them."""
+        layer = self.layers[0]
+        weight, bias = layer.weight.detach(), torch.from_numpy(bias_of(layer))
+        if self.norm is None:
+            return weight, bias
+        norm = self.norm
+        factor = (norm.running_var + norm.eps).rsqrt()
+        factor = factor if norm.weight is None else factor * norm.weight.detach()
+        shift = (bias - norm.running_mean) * factor
+        shift = shift if norm.bias is None else shift + norm.bias.detach()
+        return weight * factor.view(-1, *[1] * (weight.dim() - 1)), shift
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. Its tensors count their changes anew, so it must refresh."""
@@ -190,11 +219,10 @@ class ConvEngine(Engine):
 
     def prepare(self) -> None:
         """Collect the rows of weights. Offsets of their planes are computed once per image size."""
-        conv = self.layers[0]
-        weight = conv.weight.detach().flatten(1)
-        block = block_of(weight) if conv.groups == 1 else 1
+        weight, self.bias = self.numbers()
+        weight = weight.flatten(1)
+        block = block_of(weight) if self.layers[0].groups == 1 else 1
         self.matrix = PlaneMatrix.pack(weight, block)
-        self.bias = torch.from_numpy(bias_of(conv))
         self.placed: dict[tuple[int, int], Tensor] = {}
 
     def fits(self, x: Tensor) -> bool:

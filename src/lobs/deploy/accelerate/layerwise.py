@@ -23,7 +23,7 @@ from lobs.layers.convolution import Conv2dLayer
 from lobs.layers.discovery import as_layer, is_plain_layer
 from lobs.layers.linear import LinearLayer
 
-KINDS = ("csr", "bsr", "compiled", "bitmask", "slots", "planes", "shared", "shrunk")
+KINDS = ("csr", "bsr", "compiled", "bitmask", "slots", "planes", "shared", "folded", "shrunk")
 _FEW_SAMPLES = 2  # planes pay for more
 _CHAIN_MAY_WIN = 0.6  # kept; above it each weight's column takes more time than a dense weight
 _CSR_MAY_WIN = 0.3  # kept; above it torch's rows take several times as long as dense

@@ -35,6 +35,7 @@ _FLOOR = 0.02  # least entry of D, relative to its mean
 _HALVINGS = 4  # of a step that does not help
 _BLOCKS = 4  # passes that finding a layer's own part of JᵀJ may cost
 _TOGETHER = 2**21  # numbers in batches that are joined
+_KEPT_BYTES = 2**27  # of forward passes that a step keeps, so that products do not run them again
 _CONVERGED = 1e-8  # squared residual, relative to the first, at which conjugate gradients stop
 
 
@@ -86,45 +87,57 @@ class Window:
         with torch.no_grad(), _running():
             self.wanted = [_tensor(call(survivors.dense, batch)) for batch in self.batches]
         self.samples = round(process_group().sum_numbers(sum(map(batch_size, batches)))[0])
+        self.backs: dict[int, Callable[[Tensor], tuple[Vector]]] = {}  # at the present weights
 
     def distance(self, at: Vector) -> float:
         """Return the root mean square distance of the output from the dense network's."""
         total = 0.0
         with torch.no_grad(), _running():
             for batch, wanted in zip(self.batches, self.wanted, strict=True):
-                total += float(
-                    (self.survivors.answer(batch)(at) - wanted).to(torch.float64).square().sum()
-                )
-        return math.sqrt(process_group().sum_numbers(total)[0] / max(1, self.samples))
+                total += _squares(self.survivors.answer(batch)(at) - wanted)
+        return self._mean(total)
+
+    def _mean(self, squares: float) -> float:
+        """Return the root mean square of all processes' samples."""
+        return math.sqrt(process_group().sum_numbers(squares)[0] / max(1, self.samples))
 
     def step(self, at: Vector, turn: int) -> Vector:
         """Return the weights after one damped Gauss–Newton step.
 
         The step is halved until it helps on these batches. If it never does, `at` is returned.
         """
-        slope, size = self._slope(at, turn)
+        slope, size, here = self._slope(at, turn)
         delta = self._solve(at, slope, size)
-        here = self.distance(at)
+        self.backs.clear()
         for halving in range(_HALVINGS + 1):
             there = {name: t + delta[name] * 0.5**halving for name, t in at.items()}
             if self.distance(there) < here:
                 return there
         return at
 
-    def _slope(self, at: Vector, turn: int) -> tuple[Vector, Vector]:
-        """Return half the gradient, Jᵀr, and D ≈ diag JᵀJ from products with random signs."""
+    def _slope(self, at: Vector, turn: int) -> tuple[Vector, Vector, float]:
+        """Return half the gradient, Jᵀr, D ≈ diag JᵀJ, and the distance.
+
+        D comes from products with random signs.
+        """
         generator = torch.Generator().manual_seed(1000 * turn + process_group().rank)
         slope, squares = ({name: torch.zeros_like(t) for name, t in at.items()} for _ in range(2))
+        kept, total = Saved(), 0.0
         with _running():
-            for batch, wanted in zip(self.batches, self.wanted, strict=True):
-                out, back = vjp(self.survivors.answer(batch), at)[:2]
+            for number, (batch, wanted) in enumerate(zip(self.batches, self.wanted, strict=True)):
+                with kept:
+                    out, back = vjp(self.survivors.answer(batch), at)
+                if kept.count <= _KEPT_BYTES:
+                    self.backs[number] = back
+                total += _squares(out - wanted)
                 signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
                 for name, t in back(out - wanted)[0].items():
                     slope[name] += t / self.samples
                 for name, t in back(signs)[0].items():
                     squares[name] += t.square() / self.samples
         process_group().all_reduce(*slope.values(), *squares.values())
-        return self._masked(slope), {name: _smoothed(t) for name, t in squares.items()}
+        size = {name: _smoothed(t) for name, t in squares.items()}
+        return self._masked(slope), size, self._mean(total)
 
     def _metric(self, size: Vector) -> Preconditioner:
         """Return the preconditioner from the inputs of the network's layers as it is now."""
@@ -171,10 +184,11 @@ class Window:
         """Return (JᵀJ + λD) v."""
         image = {name: torch.zeros_like(t) for name, t in at.items()}
         with _running():
-            for batch in self.batches:
+            for number, batch in enumerate(self.batches):
                 answer = self.survivors.answer(batch)
                 moved = jvp(answer, (at,), (v,))[1]
-                for name, t in vjp(answer, at)[1](moved)[0].items():
+                back = self.backs.get(number) or vjp(answer, at)[1]
+                for name, t in back(moved)[0].items():
                     image[name] += t / self.samples
         process_group().all_reduce(*image.values())
         return self._masked(
@@ -183,6 +197,24 @@ class Window:
 
     def _masked(self, vector: Vector) -> Vector:
         return {name: t * self.survivors.free[name] for name, t in vector.items()}
+
+
+class Saved:
+    """Count the bytes that forward passes inside this block save for backward passes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.count += tensor.numel() * tensor.element_size()
+        return tensor
 
 
 @contextmanager
@@ -292,6 +324,10 @@ def _smoothed(squares: Tensor) -> Tensor:
         ).view_as(squares)
     mean = squares.mean()
     return squares + _FLOOR * mean if mean > 0 else torch.ones_like(squares)
+
+
+def _squares(x: Tensor) -> float:
+    return float(x.to(torch.float64).square().sum())
 
 
 def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
