@@ -15,6 +15,7 @@ from lobs._system.memory import spelled
 from lobs.calibration.batch_norm import find_norms
 from lobs.calibration.blocks import candidates
 from lobs.calibration.on_demand import moment_bytes, passes
+from lobs.calibration.output_influence import INFLUENCE_SAMPLES
 from lobs.errors import LobsError
 from lobs.layers import Layer
 from lobs.pruning.probe import Probe, probed
@@ -24,7 +25,6 @@ from lobs.pruning.refit.gauss_newton import PASSES
 from lobs.pruning.refit.joint import WORK, Refit, affordable, effort
 from lobs.pruning.refit.split import SMALL
 from lobs.pruning.refit.whole import SCHEDULE as WHOLE
-from lobs.pruning.session import INFLUENCE_SAMPLES
 from lobs.solvers.auto import bytes_of, seconds_of
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.problem import Solver

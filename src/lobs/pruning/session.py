@@ -19,7 +19,7 @@ from lobs.calibration.forward import learn, length
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
-from lobs.calibration.output_influence import output_influence
+from lobs.calibration.output_influence import INFLUENCE_SAMPLES, output_influence
 from lobs.layers import Layer, find_layers
 from lobs.layers.uses import learnt
 from lobs.pruning import feasibility
@@ -35,7 +35,6 @@ from lobs.solvers.problem import Problem
 from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
-INFLUENCE_SAMPLES = 96  # of a large network, about; its output influence varies little
 _CURVE_VECTORS = 16  # input vectors for every column that error curves of a large network need
 
 T = TypeVar("T")
