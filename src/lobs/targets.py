@@ -265,6 +265,11 @@ class Pattern:
         """Whether units leave all layers that share or read them, so that the network shrinks."""
         return False
 
+    @property
+    def takes_experts(self) -> bool:
+        """Whether whole experts leave the network, which comes back smaller."""
+        return False
+
     def count(self, n: int) -> int:
         """Return how many of `n` parts go."""
         raise NotImplementedError
@@ -425,7 +430,7 @@ class Structured(Pattern):
 
     def check_layer(self, name: str, groups: int, rows: int, columns: int) -> None:
         """Refuse a layer of so few units that all would go, and experts, which no layer holds."""
-        if self.what == "experts":
+        if self.takes_experts:
             raise TargetError(
                 "what='experts' takes experts out of a whole network in memory: call "
                 "lobs.prune(model, batches, lobs.Structured(…, what='experts'))."
@@ -441,6 +446,11 @@ class Structured(Pattern):
     def coupled(self) -> bool:
         """Whether units leave all layers that share or read them."""
         return self.what == "units"
+
+    @property
+    def takes_experts(self) -> bool:
+        """Whether whole experts leave the network."""
+        return self.what == "experts"
 
     def inside(self, order: Sequence[str]) -> Structured:
         """Return the target for layers in this order; the network's own ends stay whole."""

@@ -36,7 +36,7 @@ from lobs.pruning.run import Run, run_rounds
 from lobs.pruning.session import Session
 from lobs.solvers.solution import Solution
 from lobs.storage.run_store import fingerprint, open_run_store
-from lobs.targets import Budget, Pattern, Structured, Target, wanted
+from lobs.targets import Budget, Pattern, Target, wanted
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -118,8 +118,8 @@ def _plain(model: nn.Module, options: PruneOptions, inplace: bool) -> nn.Module:
     return dense
 
 
-def _asks_for_experts(target: Target | None, keep: Any, inplace: bool) -> TypeGuard[Structured]:
-    if not (isinstance(target, Structured) and target.what == "experts"):
+def _asks_for_experts(target: Target | None, keep: Any, inplace: bool) -> TypeGuard[Pattern]:
+    if not (isinstance(target, Pattern) and target.takes_experts):
         return False
     wanted(target, keep)  # which refuses both
     _refuse_in_place(inplace, "a network with fewer experts is smaller and cannot be written back")

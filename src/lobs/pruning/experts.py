@@ -34,13 +34,13 @@ from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.pruning.refit.blocks import BlockRefits, refit_block
 from lobs.pruning.refit.whole import refit_outputs
 from lobs.pruning.result import LayerResult, PruningResult
-from lobs.targets import Structured
+from lobs.targets import Pattern
 
 
 def prune_experts(
     dense: nn.Module,
     data: Batches,
-    target: Structured,
+    target: Pattern,
     options: PruneOptions,
     *,
     held_out: Iterable[Any] | None = None,
@@ -89,9 +89,7 @@ def prune_experts(
     )  # fmt: skip
 
 
-def _checked(
-    dense: nn.Module, target: Structured, options: PruneOptions
-) -> tuple[list[Mixture], int]:
+def _checked(dense: nn.Module, target: Pattern, options: PruneOptions) -> tuple[list[Mixture], int]:
     """Return the mixtures and how many experts go from each; refuse what cannot be done."""
     check_options(options)
     for name in ("layers", "skip"):
@@ -104,7 +102,7 @@ def _checked(
     for name in ("resume", "memory", "distributed"):
         if getattr(execution, name):
             raise TargetError(f"{name} does not go with what='experts' yet: leave it out.")
-    if isinstance(target.fraction, Mapping):
+    if target.table is not None:
         raise TargetError("what='experts' takes one fraction, not a mapping by layer.")
     found = mixtures(dense)
     if not found:
@@ -115,16 +113,15 @@ def _checked(
     sizes = {(x.size, x.groups) for x in found}
     if len(sizes) > 1:
         raise TargetError(f"mixtures have different numbers of experts ({sorted(sizes)}).")
-    size, groups = sizes.pop()
+    (size, groups), fraction = sizes.pop(), getattr(target, target.by_layer)
     count = target.count(size // groups) * groups
     if not count:
         of = f"{groups} groups of {size // groups}" if groups > 1 else f"{size}"
-        raise TargetError(f"{target.fraction:g} of {of} experts is none: remove more.")
+        raise TargetError(f"{fraction:g} of {of} experts is none: remove more.")
     least = max(1, 2 * groups if groups > 1 else 1)  # routers judge a group by its best two
     if size - count < least:
         raise TargetError(
-            f"{target.fraction:g} would leave {size - count} of {size} experts: keep {least} at "
-            "least."
+            f"{fraction:g} would leave {size - count} of {size} experts: keep {least} at least."
         )
     return found, count
 
@@ -180,7 +177,7 @@ def _row(before: Mixture, after: Mixture, choice: Choice) -> LayerResult:
 
 
 def _settings(
-    target: Structured,
+    target: Pattern,
     chosen: Mapping[str, Choice],
     found: Sequence[Mixture],
     refit: BlockRefits | None,
