@@ -17,7 +17,6 @@ from lobs.targets import (
     Budget,
     Pattern,
     Sparsity,
-    Structured,
     Target,
     check_names,
     for_layer,
@@ -107,7 +106,7 @@ def check(
             check_finite(f"layer '{layer.name}'", "weight", layer.matrix())
     _check_empty(target, prunable(layers, prune_bias))
     match target:
-        case Structured(what="experts"):
+        case Pattern(takes_experts=True):
             target.check_layer("", 1, 1, 1)  # which says what to call
         case Pattern() if target.table is not None or not target.ordered:
             check_pattern(target, layers)
