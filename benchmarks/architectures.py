@@ -25,7 +25,7 @@ from tests.architectures.checks import KEPT, magnitude, outputs
 import lobs
 from lobs.calibration.forward import call, evaluating, fitted
 
-TABLES = ("plain", "hugging_face", "timm_networks")
+TABLES = ("plain", "odd", "hugging_face", "timm_networks")
 BATCH = 32
 HELD_OUT = 2  # batches
 

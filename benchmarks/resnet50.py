@@ -58,12 +58,31 @@ def main() -> None:
     judges = imagenet.load(
         "val", given.validation, scaling="caffe", batch_size=25, limit=given.judges
     )
+    compare(model, images, judges, given.keep, given.refit)
+
+
+def compare(
+    model: nn.Module,
+    images: imagenet.ImageNet,
+    judges: imagenet.ImageNet,
+    budgets: list[float],
+    ways: list[str],
+) -> None:
+    """Print one row for each budget and way.
+
+    Args:
+        model: the dense network.
+        images: the calibration images.
+        judges: images that count right answers.
+        budgets: shares of the weights to keep.
+        ways: names of ways to prune.
+    """
     dense = right(model, judges)
     print(f"dense top-1 {100 * sum(dense) / len(dense):.2f} on {len(dense):,} images\n")
     print("| kept | way | top-1 | fall | ± | seconds | |")
     print("|---|---|---|---|---|---|---|")
-    for keep in given.keep:
-        for way in given.refit:
+    for keep in budgets:
+        for way in ways:
             began = time.perf_counter()
             result = lobs.prune(model, images, keep=keep, progress=False, **HOW[way])
             took = time.perf_counter() - began

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from tests.architectures import hugging_face, plain, timm_networks
+from tests.architectures import hugging_face, odd, plain, timm_networks
 from tests.architectures.checks import passes
 
 pytestmark = [
@@ -45,6 +45,11 @@ def cases(networks, extra=None):
 def test_plain_torch(name, make, tmp_path):
     samples = 128 if name in QUICK else 320
     passes(make, tmp_path, samples=samples, worse=NEAR.get(name, 1.0))
+
+
+@pytest.mark.parametrize(("name", "make"), [*cases(odd.NETWORKS)])
+def test_odd_networks(name, make, tmp_path):
+    passes(make, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "make"), [*cases(hugging_face.NETWORKS, "transformers")])

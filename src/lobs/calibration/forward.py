@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -150,9 +152,20 @@ def main_output(out: Any) -> Tensor | None:
 def _floating(out: Any) -> Iterator[Tensor]:
     if isinstance(out, Tensor):
         yield from [out] if out.is_floating_point() else []
-    elif isinstance(out, Mapping | tuple | list):
-        for part in out.values() if isinstance(out, Mapping) else out:
+    else:
+        for part in parts_of(out):
             yield from _floating(part)
+
+
+def parts_of(out: Any) -> Iterable[Any]:
+    """Return what an output holds: the items of a container, or the fields of a dataclass."""
+    if isinstance(out, Mapping):
+        return out.values()
+    if isinstance(out, tuple | list):
+        return out
+    if isinstance(out, SimpleNamespace) or (is_dataclass(out) and not isinstance(out, type)):
+        return vars(out).values()
+    return ()
 
 
 def plain_input(batch: Any) -> Tensor | None:

@@ -46,7 +46,7 @@ def output_influence(
     """Return the mean squared Jacobian by output unit: (groups, rows) per layer, in float64.
 
     Args:
-        model: any network that returns a floating-point tensor.
+        model: any network. Without a floating-point tensor in its output all influences are zero.
         batches: calibration batches.
         layers: the layers whose units are wanted.
         seed: seed of the probes.
@@ -102,14 +102,8 @@ def _backwards(
     model: nn.Module, batch: Any, layers: Sequence[Layer], generator: torch.Generator
 ) -> list[tuple[Layer, Tensor]]:
     with _probed(layers) as probes:
-        answer = call(model, batch)
-    out = main_output(answer)
-    if out is None:
-        raise CalibrationError(
-            "a network-wide budget needs a network that returns a floating-point tensor, "
-            f"not {type(answer).__name__}. Wrap it, or use scope='layer'."
-        )
-    if not out.requires_grad:  # no layer influences the output
+        out = main_output(call(model, batch))
+    if out is None or not out.requires_grad:  # no layer influences a number in the output
         return []
     signs = torch.randint(0, 2, out.shape, generator=generator).to(out) * 2 - 1
     real = positions(out, masks_of(batch))

@@ -236,7 +236,7 @@ class Layer(ABC):
     @property
     def columns(self) -> int:
         """Return the number of inputs of one output unit, without the bias."""
-        return self.weight[0].numel()
+        return math.prod(self.weight.shape[1:])
 
     @property
     def rows(self) -> int:
@@ -303,6 +303,11 @@ class Layer(ABC):
         """
 
         def checked(view: Layer, x: Tensor) -> None:
+            if torch._C._functorch.is_batchedtensor(x):
+                raise CalibrationError(
+                    f"layer '{view.name}' runs inside torch.vmap, where inputs of single samples "
+                    "cannot be told apart. Give it whole batches, or skip the layer."
+                )
             view.check_input(x)
             callback(x)
 

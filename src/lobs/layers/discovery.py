@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import NoneType
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
@@ -200,6 +201,10 @@ def choose_layers(
     chosen = [
         x for x in found if (wanted is None or wanted & {*x.names}) and not unwanted & {*x.names}
     ]
+    if not chosen and isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedLayerError(
+            "the network is scripted, which hides its layers: prune it before torch.jit.script."
+        )
     if not chosen:
         raise UnsupportedLayerError(
             f"there is no layer to prune: lobs prunes {KINDS}, less what `skip` names."
@@ -321,6 +326,10 @@ def _unsupported(layer: Layer) -> str:
             )
         if weight.device.type == "meta":
             return "its weight is on the meta device; load weights first"
+        if weight.is_complex():
+            return "its weight is complex; use real layers for its real and imaginary parts"
+        if not weight.numel():
+            return "it has no weights; remove it"
         if not _has_known_forward(module) or _overridden(module):
             return (
                 f"{type(module).__name__} computes its output in its own way, not as "

@@ -125,6 +125,7 @@ class _Tracer(fx.Tracer):
         self.constants: dict[str, Tensor] = {}
         self.parameter_steps: dict[str, fx.Proxy] = {}
         self.leaves: set[nn.Module] = set()
+        self.places: dict[int, tuple[str, dict[str, Any], str]] = {}
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a network that may be changed, without patching anything else."""
@@ -137,6 +138,11 @@ class _Tracer(fx.Tracer):
             for key, value in vars(module).items()
             if isinstance(value, Tensor | torch.ScriptObject)
         }
+        for module, path in self.submodule_paths.items():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    place = f"{path}.{key}" if path else key, table, key
+                    self.places.setdefault(id(tensor), place)
         names = self.submodule_paths.items()
         self.leaves = {m for m, n in names if m is not root and self._is_one_step(m, n)}
         namespaces = _Namespaces()
@@ -186,6 +192,24 @@ class _Tracer(fx.Tracer):
     def _is_one_step(self, module: nn.Module, name: str) -> bool:
         known = is_plain_layer(module) or name in self.steps
         return known or super().is_leaf_module(module, name)
+
+    def create_arg(self, a: Any) -> Any:
+        """Return a tensor of the network as a step; `torch.fx` searches all of them each time."""
+        if isinstance(a, Tensor) and (place := self.places.get(id(a))) is not None:
+            name, table, key = place
+            if table.get(key) is a:
+                return self.create_node("get_attr", name, (), {})
+        return super().create_arg(a)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return a parameter as a step, found as in `create_arg`."""
+        if isinstance(attr_val, nn.Parameter) and (place := self.places.get(id(attr_val))):
+            name, table, key = place
+            if table.get(key) is attr_val:
+                if name not in parameter_proxy_cache:
+                    parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+                return parameter_proxy_cache[name]
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self.leaves

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lobs._system import memory
@@ -20,6 +21,7 @@ from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
 from lobs.calibration.output_influence import INFLUENCE_SAMPLES, output_influence
+from lobs.errors import caution
 from lobs.layers import Layer, find_layers
 from lobs.layers.uses import learnt
 from lobs.pruning import feasibility
@@ -36,6 +38,7 @@ from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
 _CURVE_VECTORS = 16  # input vectors for every column that error curves of a large network need
+_TINY = 1e-30  # least energy of a layer's output
 
 T = TypeVar("T")
 
@@ -393,8 +396,21 @@ class Session:
         every = max(1, seen.samples // INFLUENCE_SAMPLES) if self.by_blocks else 1
         return self._stored(
             f"influence {self._influences}",
-            lambda: output_influence(model, self.batches, layers, skipped=skipped, every=every),
+            lambda: self._or_alike(
+                output_influence(model, self.batches, layers, skipped=skipped, every=every)
+            ),
         )
+
+    def _or_alike(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return influences, or where there are none at all, such that relative errors count."""
+        if any(bool(value.any()) for value in found.values()):
+            return found
+        caution(
+            "the network's outputs have no gradient, such as whole numbers or none at all: errors "
+            "count relative to each layer's own output."
+        )
+        energies = {name: self.dense_problem(self.by_name[name]).energy for name in found}
+        return {n: torch.full_like(x, 1 / max(energies[n], _TINY)) for n, x in found.items()}
 
     def _stored(self, key: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return tensors from the run store, or compute them now and store them."""

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lobs.calibration.channels.labels import Groups, Labels, distinct
 from lobs.calibration.channels.rules import alike_after, rule_of
 from lobs.calibration.channels.steps import Call, tensors_in
-from lobs.calibration.forward import call, evaluating
+from lobs.calibration.forward import call, evaluating, parts_of
 
 Slot = tuple[str, int]  # the first name of a parameter or buffer, and one of its dimensions
 
@@ -217,8 +217,8 @@ def returned(out: Any) -> Iterator[Tensor]:
     """Yield the tensors of an output; caches are no part of it."""
     if isinstance(out, Tensor):
         yield out
-    elif isinstance(out, Mapping | tuple | list):
-        for part in out.values() if isinstance(out, Mapping) else out:
+    else:
+        for part in parts_of(out):
             yield from returned(part)
 
 

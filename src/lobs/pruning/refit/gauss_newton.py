@@ -86,6 +86,8 @@ class Window:
         self.survivors, self.batches = survivors, _merged(batches) if join else batches
         with torch.no_grad(), _running():
             self.wanted = [_tensor(call(survivors.dense, batch)) for batch in self.batches]
+        if join:
+            self.batches, self.wanted = _joined(self.batches, self.wanted)
         self.samples = round(process_group().sum_numbers(sum(map(batch_size, batches)))[0])
         self.backs: dict[int, Callable[[Tensor], tuple[Vector]]] = {}  # at the present weights
 
@@ -280,19 +282,62 @@ def separable(network: nn.Module, batches: Sequence[Any]) -> bool:
 
     It is not where samples are not the first dimension, or depend on each other.
     """
-    plain = [x for batch in batches if (x := plain_input(batch)) is not None]
-    if len(plain) < 2 or len(plain) < len(batches):
+    plain = [x for batch in batches if (x := _rows(batch)) is not None]
+    if len(plain) < 2 or len(plain) < len(batches) or not _alike(plain):
         return False
     try:
         with torch.no_grad():
             separate = torch.cat([_tensor(call(network, x)) for x in plain])
-            joined = _tensor(call(network, torch.cat(plain)))
+            joined = _tensor(call(network, _cat(plain)))
     except (ImpossibleError, LobsError, RuntimeError):
         return False
     if joined.shape != separate.shape or not bool(torch.isfinite(separate).all()):
         return False
     size = float(separate.abs().max()) if separate.numel() else 0.0
     return bool(torch.allclose(joined, separate, rtol=1e-3, atol=1e-4 * size))
+
+
+def _rows(batch: Any) -> Tensor | Mapping[str, Tensor] | None:
+    """Return a batch's input, or its arguments where each is a tensor with a row per sample."""
+    if not isinstance(batch, Mapping):
+        return plain_input(batch)
+    sizes = {x.shape[0] if isinstance(x, Tensor) and x.dim() else -1 for x in batch.values()}
+    return batch if len(sizes) == 1 and -1 not in sizes else None
+
+
+def _alike(parts: Sequence[Tensor | Mapping[str, Tensor]]) -> bool:
+    """Return whether inputs can be joined: they have the same names."""
+    names = {tuple(part) if isinstance(part, Mapping) else None for part in parts}
+    return len(names) == 1
+
+
+def _cat(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    return {key: torch.cat([part[key] for part in parts]) for key in first}
+
+
+def _joined(batches: list[Any], wanted: list[Tensor]) -> tuple[list[Any], list[Tensor]]:
+    """Join batches of named arguments, with the dense outputs, up to a size of both."""
+    groups: list[list[int]] = []
+    shapes: Any = None
+    size = 0
+    for number, (batch, out) in enumerate(zip(batches, wanted, strict=True)):
+        named = _rows(batch)
+        own, each = None, out.numel()
+        if isinstance(named, Mapping):
+            own = {key: (x.shape[1:], x.dtype) for key, x in named.items()}
+            each += sum(x.numel() for x in named.values())
+        if own is None or own != shapes or size + each > _TOGETHER:
+            groups.append([])
+            size = 0
+        groups[-1].append(number)
+        shapes, size = own, size + each
+    return (
+        [_cat([batches[n] for n in g]) if len(g) > 1 else batches[g[0]] for g in groups],
+        [torch.cat([wanted[n] for n in g]) if len(g) > 1 else wanted[g[0]] for g in groups],
+    )
 
 
 def _merged(batches: list[Any]) -> list[Any]:

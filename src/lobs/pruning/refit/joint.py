@@ -46,6 +46,8 @@ _FEWEST_SAMPLES = 1000  # of a step; with fewer the refit overfits
 _TRIAL_SAMPLES = 64  # to find out whether the network can be differentiated
 _PATIENCE = 2  # steps that may win less than _WORTH of the distance before the refit ends
 _WORTH = 0.002
+_ASTRAY = 0.1  # share of the least distance by which a step may lead away; then the refit ends
+_FEWEST_OUTPUTS = 0.005  # for every free weight; fewer cannot tell where it should go
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def effort(free: int, outputs: float, madds: float, samples: int, work: float | 
     """
     wanted = max(_FEWEST_SAMPLES, math.ceil(_EQUATIONS_PER_UNKNOWN * free / max(1.0, outputs)))
     each = min(wanted, samples)
+    if samples * outputs < _FEWEST_OUTPUTS * free:
+        reason = f"{samples * outputs:,.0f} outputs are too few for {free:,} free weights"
+        return Effort(0, each, reason)
     cost = PASSES * madds * each
     steps = _MOST_STEPS if work is None else min(_MOST_STEPS, int(work / max(1.0, cost)))
     if steps:
@@ -204,7 +209,7 @@ def _move(
                 best, chosen, steps = now, at, turn + 1
             idle = 0 if now < (1 - _WORTH) * before else idle + 1
             before = min(before, now)
-            if idle == _PATIENCE:
+            if idle == _PATIENCE or now > (1 + _ASTRAY) * best:
                 break
     chosen = {name: t.contiguous() for name, t in chosen.items()}
     group.broadcast(*chosen.values())  # so that all processes have the same bits

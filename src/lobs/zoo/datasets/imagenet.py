@@ -23,15 +23,16 @@ from torch import Tensor
 from lobs.errors import DataError
 from lobs.zoo.datasets import folders
 
-Scaling = Literal["torchvision", "caffe"]
+Scaling = Literal["torchvision", "caffe", "lite"]
 _SIDE, _SHORTER = 224, 256
 _LONGEST = 100  # times the shorter side: scaling a line up to 224 pixels would take gigabytes
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 # What networks expect: torchvision's were trained on [0, 1] less a mean over a deviation, the first
-# ones on 0–255 less a mean.
+# ones on 0–255 less a mean, EfficientNet-Lite on about [-1, 1].
 _SCALINGS: dict[str, tuple[float, tuple[float, ...], tuple[float, ...]]] = {
     "torchvision": (1 / 255, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "caffe": (1.0, (123.68, 116.779, 103.939), (1.0, 1.0, 1.0)),
+    "lite": (1.0, (127.0, 127.0, 127.0), (128.0, 128.0, 128.0)),
 }
 _STEPS = (
     "Register at https://image-net.org, download ILSVRC2012_img_val.tar (6.3 GB) or the training "
