@@ -75,15 +75,17 @@ class PerSample:
     def certified(self, gains: Mapping[str, float]) -> tuple[int, int] | None:
         """Return how many samples keep their answer whatever happens behind the layers, and of all.
 
-        Two numbers of a row move apart by at most √2 times the row's change. The top answer
-        therefore stays where the margin is larger than that.
+        The difference of two numbers changes by at most √2 times the row's change. The top answer
+        therefore stays where the margin is larger than that. None where a layer is not known.
 
         Args:
             gains: factors from each layer's deviation to the output.
         """
         margins = self._joined(self._margins)
-        if not self.known or margins is None:
+        if not self.known:
             return None
+        if margins is None:  # this process read no samples
+            return 0, 0
         bound = torch.zeros_like(margins)
         for name, gain in gains.items():
             moved = self._joined(self._moved.get(name, []))
