@@ -13,7 +13,13 @@ import lobs
 from lobs import Budget, LobsError
 from lobs.calibration.batches import guarded
 from lobs.calibration.kept_back import divided
-from lobs.certificate.guarantee import Tally, chernoff_hoeffding, clopper_pearson, tightest
+from lobs.certificate.guarantee import (
+    LEAST_COST,
+    Tally,
+    chernoff_hoeffding,
+    clopper_pearson,
+    tightest,
+)
 
 
 def tail(hits, trials, p):
@@ -183,3 +189,44 @@ def test_padding_counts_neither_in_the_held_out_distance_nor_in_the_relative_err
     assert found[0].held_out == pytest.approx(found[1].held_out)
     assert found[0].held_out == pytest.approx(found[0].measured)
     assert found[0].guarantee == found[1].guarantee
+
+
+def test_a_changed_answer_costs_the_confidence_that_is_lost_and_a_quarter_at_least():
+    p = torch.tensor([[0.9, 0.05, 0.05], [0.5, 0.4, 0.1], [0.6, 0.3, 0.1], [0.7, 0.2, 0.1]])
+    other = torch.eye(3)[torch.tensor([1, 1, 0, 2])]
+    for dense in (p, p.log(), p.log() + 7):  # probabilities, or logits of them
+        tally = Tally()
+        tally.add(torch.zeros(4, 1), dense, other)
+        assert tally.changed == 3
+        assert tally.lost == pytest.approx(0.85 + 0.25 + 0.6, abs=1e-6)  # 0.1 counts 0.25
+        share, limit = tally.drop(0.95)
+        assert share == pytest.approx(1.7 / 4) and limit == chernoff_hoeffding(share, 4)
+    broken = other.clone()
+    broken[0] = torch.nan
+    tally = Tally()
+    tally.add(torch.zeros(4, 1), p, broken)
+    assert tally.lost == pytest.approx(1 + 0.25 + 0.6, abs=1e-6)
+
+
+def test_the_expected_loss_of_calibrated_answers_is_the_true_one():
+    """Labels are drawn from the dense network's own probabilities."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(40_000, 5, generator=generator)
+    other = logits + 2 * torch.randn(40_000, 5, generator=generator)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
+    right = [(t.argmax(1) == labels).double().mean() for t in (logits, other)]
+    tally = Tally()
+    tally.add(torch.zeros(40_000, 1), logits, other)
+    true, (lost, limit) = float(right[0] - right[1]), tally.drop(0.95)
+    assert true - 0.01 <= lost <= true + LEAST_COST * tally.changed / 40_000 and lost < limit
+
+
+def test_even_probabilities_do_not_make_changes_free():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 3)).eval()
+    with torch.no_grad():
+        model[2].weight.mul_(1e-3), model[2].bias.mul_(1e-3)  # every answer has nearly a third
+    batches = [torch.randn(500, 12) for _ in range(4)]
+    result = lobs.prune(model, batches, Budget(drop=0.1), refit="layers", progress=False)
+    assert result.certificate.guarantee.changed <= 0.1 / LEAST_COST
+    assert result.kept > 0.02 * result.total

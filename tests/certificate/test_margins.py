@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lobs
-from lobs.calibration.comparison import between
-from lobs.calibration.per_sample import PerSample
+from lobs.calibration.comparison import PerSample, between
 from lobs.certificate import bound, certify
 from lobs.certificate.verify import verify_margins
 from lobs.layers import find_layers

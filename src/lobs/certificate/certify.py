@@ -1,27 +1,43 @@
-"""The certificate of a whole network: the theorem's bound beside the measured distance."""
+"""The certificate of a whole network: the theorem's bound beside the measured distance.
+
+It also counts the samples whose answer provably stays. A sample's output moves by at most the sum
+of its layers' deviations times the gains behind them. The answer stays where its margin is larger
+than √2 times that. Samples must not mix, which is tested with NaN: it must reach the rows of those
+samples that hold it, and no others.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lobs._system.distributed import process_group
 from lobs.calibration.collect import Calibration, collect_moments
-from lobs.calibration.comparison import Comparison, between, side_by_side
-from lobs.calibration.forward import fitted, learn, length
-from lobs.certificate import bound, lipschitz, margins
+from lobs.calibration.comparison import ROUNDING, Comparison, between, side_by_side
+from lobs.calibration.forward import (
+    call,
+    evaluating,
+    fitted,
+    learn,
+    length,
+    main_output,
+    plain_input,
+)
+from lobs.certificate import bound, lipschitz
 from lobs.certificate.bound import Certificate, Link
 from lobs.certificate.guarantee import Guarantee, Tally
 from lobs.errors import CalibrationError, UnsupportedLayerError, caution
-from lobs.layers import find_layers
+from lobs.layers import Layer, find_layers, watching
 from lobs.layers.folding import folded
 from lobs.solvers.problem import Problem
 
-ROUNDING = 1e-6  # of float32 outputs, relative to their norm
+_SAMPLES = 16  # of the test whether samples mix
 
 
 def certify(
@@ -164,8 +180,8 @@ def beside(
         output_norm=comparison.output_norm,
         held_out=None if other is None else other.output,
         guarantee=guarantee,
-        certified=margins.share(comparison, gains),
-        certified_held_out=None if other is None else margins.share(other, gains),
+        certified=_share(comparison, gains),
+        certified_held_out=None if other is None else _share(other, gains),
     )
 
 
@@ -222,7 +238,7 @@ def gains_of(
     if not comparison.per_sample.known or len(names) != len(set(names)):
         return None
     found, layers = bound.gains(links, errors.keys()), find_layers(comparison.pruned, names)
-    return margins.usable(found, comparison.pruned, layers, example)
+    return _usable(found, comparison.pruned, layers, example)
 
 
 class Sharing:
@@ -267,10 +283,85 @@ class Sharing:
     def share(self, held_out: Iterable[Any] | None = None) -> float | None:
         """Return the share of the calibration samples, or of held-out ones; None without gains."""
         if held_out is None or self._gains is None:
-            return margins.share(self._comparison, self._gains)
+            return _share(self._comparison, self._gains)
         empty = self._comparison.like(self._gains)
         found, _ = _held_out(empty, held_out, self._calibration.example)
-        return None if found is None else margins.share(found, self._gains)
+        return None if found is None else _share(found, self._gains)
+
+
+def _share(comparison: Comparison, gains: Mapping[str, float] | None) -> float | None:
+    """Return the share of a comparison's samples that are certified, over all processes.
+
+    Args:
+        comparison: what was recorded for every sample.
+        gains: factors from each layer's deviation to the output; None where there are none.
+    """
+    found = None if gains is None else comparison.per_sample.certified(gains)
+    certified, samples, failed = process_group().sum_numbers(
+        *(found or (0, 0)), found is None and comparison.samples > 0
+    )
+    return None if failed or not samples else certified / samples
+
+
+def _usable(
+    gains: Mapping[str, float], pruned: nn.Module, layers: Iterable[Layer], example: Any
+) -> dict[str, float] | None:
+    """Return the gains of layers whose samples do not mix; None where some do.
+
+    Args:
+        gains: factors from each layer's deviation to the output.
+        pruned: the pruned network.
+        layers: its layers.
+        example: one sample.
+    """
+    watched = [layer for layer in layers if layer.name in gains]
+    if not isinstance(example, Tensor) or not example.is_floating_point():
+        return None
+    try:
+        independent = all(_independent(pruned, example, watched, chosen) for chosen in _patterns())
+    except Exception:  # modules of the network may raise anything on another batch size
+        return None
+    return dict(gains) if independent and len(watched) == len(gains) else None
+
+
+def _patterns() -> Iterator[Tensor]:
+    """Yield choices of samples. For any two samples, one of them has the first alone."""
+    numbers = torch.arange(_SAMPLES)
+    for bit in range((_SAMPLES - 1).bit_length()):
+        chosen = (numbers >> bit) % 2 == 1
+        yield from (chosen, ~chosen)
+
+
+def _independent(
+    model: nn.Module, example: Tensor, layers: Sequence[Layer], chosen: Tensor
+) -> bool:
+    """Return whether NaN in the chosen samples reaches their rows, and no others."""
+    x = example[:1].repeat(_SAMPLES, *[1] * (example.dim() - 1))
+    x[chosen.to(x.device)] = torch.nan
+    seen: list[Tensor | None] = []
+    with (
+        evaluating(model),
+        watching(layer.on_output(partial(_noted, seen)) for layer in layers),
+    ):
+        seen.append(main_output(call(model, x)))
+    return len(seen) == len(layers) + 1 and all(
+        z is not None
+        and len(z) == _SAMPLES
+        and torch.equal(z.isnan().flatten(1).any(dim=1).cpu(), chosen)
+        for z in seen
+    )
+
+
+def _noted(seen: list[Tensor | None], z: Tensor) -> None:
+    seen.append(z.detach().clone())
+
+
+def _of_shape(batch: Any, example: Any) -> bool:
+    """Return whether a batch holds samples of the example's shape: gains depend on it."""
+    x = plain_input(batch)
+    return (
+        isinstance(x, Tensor) and isinstance(example, Tensor) and x.shape[1:] == example.shape[1:]
+    )
 
 
 def uncovered(dense: nn.Module, pruned: nn.Module) -> str:
@@ -303,7 +394,7 @@ def _held_out(
     try:
         with side_by_side(found.dense, found.pruned, batches) as passing:
             for batch in passing:
-                if not margins.of_shape(batch, example):
+                if not _of_shape(batch, example):
                     found.per_sample.known = False
                 tally.add(batch, *found.add(batch))
     except CalibrationError as error:

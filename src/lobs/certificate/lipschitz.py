@@ -113,7 +113,9 @@ def _walk(
         raise NotAChainError("the forward pass assigns attributes or buffers")
     weights = _weights_of_pruned(model, layers, errors)
     moved: dict[fx.Node, tuple[str, ...]] = {}  # each with the steps whose memory it may share
-    limits = Limits(model, traced)
+    # Modules one after another neither add nor multiply tensors.
+    calls = any(n.op in ("call_function", "call_method") for n in traced.graph.nodes)
+    limits = Limits(model, traced) if calls else None
     for node in traced.graph.nodes:
         if node.op == "get_attr" and id(_attribute(model, str(node.target))) in weights:
             raise NotAChainError(f"the weight '{node.target}' is also used outside its layer")
@@ -124,11 +126,12 @@ def _walk(
             break
         layer = layers.get(str(node.target)) if node.op == "call_module" else None
         step = step_of(node, _module(model, node))
-        limits.see(node, step)
+        if limits is not None:
+            limits.see(node, step)
         if node.op == "placeholder" or _asks_size(node) or not (sources or layer is not None):
             continue
         shapes = [traced.shapes[n] for n in node.all_input_nodes if n in traced.shapes]
-        factors = limits.weights(node, step, moved.keys())
+        factors = None if limits is None else limits.weights(node, step, moved.keys())
         if factors is None:
             link = _link(model, node, shapes, layers, errors, dense)
             takes = tuple(n.name for n in _tensors_in(node) if n in moved)
