@@ -19,7 +19,7 @@ from lobs._system.progress import shown
 from lobs._system.run_log import peak_bytes
 from lobs.errors import LobsError
 from lobs.pruning.options import PruneOptions, check_options, option_values
-from lobs.storage.shards import Shards, check_apart
+from lobs.storage.shards import Shards, check_place
 from lobs.targets import Target, wanted
 from lobs.zoo.hub.advice import advice
 from lobs.zoo.hub.job import Done, Job
@@ -83,18 +83,23 @@ def prune(
         elif weights is not None:
             raise LobsError("weights goes with a name such as 'timm:resnet18', not with a folder.")
         source = open_source(model)
-        check_apart(source.folder, Path(out))
+        check_place(source.folder, Path(out))
         with group.raise_together():
             read = prepare(source, data, reading or Reading())
         job = Job(source, read, asked, keep is not None, Path(out), options, progress, group)
         done = job.run()
-        found = _Measured()
         with group.raise_together():
-            if measure and group.leads:
-                found = _measured(source, read, Path(out))
-            result = _result(job, done, found, time.perf_counter() - began)
-            if group.leads:
-                _describe(result, source, done.names)
+            return _described(job, done, measure, began)
+
+
+def _described(job: Job, done: Done, measure: bool, began: float) -> HubResult:
+    """Measure both networks, and write card and record; the first process does it for all."""
+    found, leads = _Measured(), job.group.leads
+    if measure and leads:
+        found = _measured(job.source, job.read, job.out)
+    result = _result(job, done, found, time.perf_counter() - began)
+    if leads:
+        _describe(result, job.source, done.names)
     return result
 
 
