@@ -235,7 +235,7 @@ def output_folder(
 
 
 def check_place(source: Path, out: Path) -> None:
-    """Refuse an output folder that is the source or lies in it: one could not be moved without the other."""
+    """Refuse an output folder that is the source, or that lies in it."""
     place, own = out.resolve(), source.resolve()
     if place == own:
         raise FileError(f"out is '{out}', the source itself: give another folder.")
