@@ -1,11 +1,14 @@
 """Load small real transformers and texts for the other benchmarks.
 
+    python -m benchmarks.language_models GGUF_FOLDER dense/    # SmolLM2 as transformers keeps it
+
 The weights and texts are not part of this repository. `docs/data.md` says where they come from.
 Needs the extra `trainers` (transformers), and `gguf` for SmolLM2.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import struct
@@ -192,3 +195,20 @@ def embeddings(model: nn.Module, rows: Tensor) -> Tensor:
     """Return the mean of the last hidden states of every row of tokens, with length 1."""
     found = [model(input_ids=part).last_hidden_state.mean(dim=1) for part in rows.split(32)]
     return nn.functional.normalize(torch.cat(found), dim=-1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("weights", type=Path, help="the folder with SmolLM2's GGUF file")
+    parser.add_argument("out", type=Path, help="the folder to write")
+    given = parser.parse_args()
+    model, tokenizer = smollm2(given.weights)
+    model.config.use_cache = True
+    for part in (model, tokenizer):
+        part.save_pretrained(given.out)
+
+
+if __name__ == "__main__":
+    main()

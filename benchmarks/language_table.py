@@ -242,12 +242,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                       color="#757575", transform=axis.get_yaxis_transform())  # fmt: skip
         axis.set(title=TITLES[model], xlabel="weights kept (%)", yscale="log")
         axis.set_ylabel(LOSSES.get(model, "perplexity") + ", held-out text")
+        axis.set_xticks(sorted({round(100 * row["kept"]) for row in own}))
         axis.invert_xaxis()
         axis.yaxis.set_major_formatter(ScalarFormatter())
         axis.xaxis.set_minor_locator(NullLocator())
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()}
+    shown = [method for method in METHODS if method in lines]
+    figure.legend([lines[m] for m in shown], shown, frameon=False, fontsize=8, ncol=3,
+                  loc="lower center")  # fmt: skip
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     figure.savefig(path, dpi=160)
     pyplot.close(figure)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from types import ModuleType
 
 import pytest
+import typer
 
 import lobs
 from lobs.zoo.hub import Reading
@@ -71,6 +73,30 @@ def test_a_report_needs_two_folders_and_a_page(folders, capsys):
     ):
         with pytest.raises(lobs.LobsError, match=why):
             lobs_command(*words, capsys=capsys)
+
+
+def test_an_interrupt_says_that_the_same_command_continues(folders, tmp_path, monkeypatch, capsys):
+    from lobs.cli import app
+    from lobs.pruning import folder_walk
+
+    _, big, text = folders
+    write, calls = folder_walk.write_shard, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        write(*given)
+
+    monkeypatch.setattr(folder_walk, "write_shard", interrupted)
+    words = ["prune", big, "--keep", "50%", "--data", text, "--length", 16, "--samples", 16,
+             "--refit", "layers", "--out", tmp_path / "small"]  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt, typer.Abort):
+        assert app([str(word) for word in words], standalone_mode=False) == 130
+    assert f"'{tmp_path / 'small'}' keeps the finished blocks" in capsys.readouterr().err
+    monkeypatch.setattr(folder_walk, "write_shard", write)
+    lobs_command(*words, capsys=capsys)
+    assert all(finding.holds for finding in lobs.hub.verify(tmp_path / "small"))
 
 
 class Harness(ModuleType):

@@ -129,6 +129,7 @@ def test_a_group_that_lost_its_writer_resumes_to_the_same_bits(tmp_path, group):
     assert all(a < 1.2 * b.after for a, b in zip(leader[3], one.refits, strict=True))
 
 
+@pytest.mark.slow
 def test_a_process_without_data_follows_and_none_with_data_is_one_line(tmp_path, group):
     written(tmp_path / "big")
     assert group(tmp_path, "two", share=(tuple(range(8)), ()), refit="layers") == [0, 0]

@@ -58,6 +58,24 @@ def test_the_summary_says_how_far_the_output_moved(result, certificate, line):
     assert ("No bound: a loop." in text) == (certificate.bound is None)
 
 
+def test_many_layers_of_one_kind_share_a_line(result):
+    from lobs.pruning.summary import short_table, table
+
+    first = result.layers[0]
+    layers = [
+        replace(first, name=f"model.layers.{i}.{part}", relative_error=i / 100)
+        for i in range(30)
+        for part in ("fc1", "fc2")
+    ]
+    lines = short_table([*layers, replace(first, name="last")])
+    assert [line.split()[0] for line in lines] == [
+        "layer", "model.layers.*.fc1", "model.layers.*.fc2", "last",
+    ]  # fmt: skip
+    assert "(30 layers)" in lines[1] and f"{30 * first.kept:,} (" in lines[1]
+    assert "0.0000 to 0.2900" in lines[1]
+    assert short_table(layers[:40]) == table(layers[:40])
+
+
 def test_a_result_shows_itself_in_one_line_without_tensors(result):
     assert repr(result).startswith("PruningResult(kept 32 of 320 weights, 2 layers, ")
     assert "\n" not in repr(result) and "tensor(" not in repr(result)

@@ -115,8 +115,7 @@ def prune_folder(
     with the same arguments after an interruption: finished blocks are taken from `out`, and the
     final bits are those of an uninterrupted run. Layers outside the blocks stay dense.
 
-    With `execution=Execution(distributed=True)` several processes share the batches: each gives its
-    own, and all see the same two folders. The first one writes.
+    With `Execution(distributed=True)` each process gives its own batches, and the first one writes.
 
     Args:
         model: the network's module on the meta device, or a function that builds it. With a
@@ -135,16 +134,14 @@ def prune_folder(
     """
     began = time.perf_counter()
     asked = _asked(target, keep, options)
-    data, shards = guarded(batches), Shards(folder)
-    skeleton = Skeleton(model, shards)
+    data, skeleton = guarded(batches), Skeleton(model, Shards(folder))
     layers, dense = _chosen(skeleton, asked, options)
     group = find_group(asked.execution.distributed)
-    largest = max(bytes_of(skeleton.model.get_submodule(name)) for name in skeleton.blocks)
     with (
         alone(),
         warning_once(),
         torch.inference_mode(False),  # whose tensors can neither be written nor differentiated
-        limited(asked.execution.memory_bytes, 2 * largest),
+        limited(asked.execution.memory_bytes, 2 * _largest(skeleton)),
         shown(progress and group.leads, steps=["prune"], layers={x.name: _cost(x) for x in layers}),
         use_group(group),
         recorded_run(asked.execution.log if group.leads else None) as log,
@@ -264,6 +261,11 @@ def _heads(model: nn.Module) -> set[str]:
     """Return output layers over a vocabulary: they have a row for every row of an embedding."""
     sizes = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
     return {name for name, m in model.named_modules() if getattr(m, "out_features", None) in sizes}
+
+
+def _largest(skeleton: Skeleton) -> int:
+    """Return the bytes of the largest block."""
+    return max(bytes_of(skeleton.model.get_submodule(name)) for name in skeleton.blocks)
 
 
 def _cost(layer: Layer) -> float:

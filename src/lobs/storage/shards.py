@@ -217,7 +217,7 @@ def output_folder(
     target = Path(out)
     if target.is_symlink():
         raise FileError(f"out is '{target}', a link: give the folder itself.")
-    check_apart(source, target)
+    check_place(source, target)
     if store is not None and Path(store).resolve() == target.resolve():
         raise FileError(
             f"resume is '{target}', the output folder: leave resume out, and the same call "
@@ -234,8 +234,8 @@ def output_folder(
     return target, kept
 
 
-def check_apart(source: Path, out: Path) -> None:
-    """Refuse an output folder that is the source or lies in it: neither could be moved alone."""
+def check_place(source: Path, out: Path) -> None:
+    """Refuse an output folder that is the source, or that lies in it."""
     place, own = out.resolve(), source.resolve()
     if place == own:
         raise FileError(f"out is '{out}', the source itself: give another folder.")

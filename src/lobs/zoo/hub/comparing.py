@@ -129,9 +129,22 @@ def compare(
             for model in (pair.small, pair.dense)
         ]
     found: dict[str, Any] = {"small": str(small), "dense": str(dense), "task": pair.source.task}
-    found["metrics"] = {
-        "small": scores(pair.own, None, read.labels),
-        "dense": scores(pair.other, None, read.labels),
+    if tasks:
+        found["tasks"] = {
+            task: {"small": values, "dense": scored[1].get(task, {})}
+            for task, values in scored[0].items()
+        }
+    facts = {k: v for k, v in read.facts.items() if k in ("data", "samples", "length")}
+    return {**found, **_numbers(pair, read), **facts, "generations": written}
+
+
+def _numbers(pair: _Pair, read: Prepared) -> dict[str, Any]:
+    """Return the metrics of both networks and how far they are from each other."""
+    found: dict[str, Any] = {
+        "metrics": {
+            "small": scores(pair.own, None, read.labels),
+            "dense": scores(pair.other, None, read.labels),
+        }
     }
     found |= {k: v for k, v in scores(pair.own, pair.other).items() if k == "cosine"}
     if pair.count:
@@ -140,15 +153,9 @@ def compare(
             "kl": pair.divergence / pair.count,
             "predictions": pair.count,
         }
-    facts = {k: v for k, v in read.facts.items() if k in ("data", "samples", "length")}
-    if tasks:
-        found["tasks"] = {
-            task: {"small": values, "dense": scored[1].get(task, {})}
-            for task, values in scored[0].items()
-        }
     if pair.losses:
         found["losses"] = pair.losses
-    return {**found, **facts, "generations": written}
+    return found
 
 
 def _generations(
