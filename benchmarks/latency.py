@@ -1,6 +1,7 @@
 """Time pruned networks: dense torch against `lobs.accelerate`, in turns.
 
-    python -m benchmarks.latency [--threads 1] [--seconds 1] [--only kernel convs lenet300 linear layers]
+    python -m benchmarks.latency [--threads 1] [--seconds 1]
+        [--only kernel convs lenet300 lenet5 linear layers]
 
 Prints best runs, and medians with 95 % intervals.
 """

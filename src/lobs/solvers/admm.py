@@ -30,7 +30,7 @@ from lobs.solvers import linalg
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.least_squares import on_support, stacked, typical_independence
 from lobs.solvers.problem import Problem
-from lobs.solvers.solution import Solution, choose_count, mask_from_order, removal_order
+from lobs.solvers.solution import Solution, choose_count, mask_of_largest
 from lobs.targets import Target
 
 _SAMPLE = 100_000  # weights that a threshold is estimated from: 1 % precise at 95 % sparsity
@@ -110,8 +110,7 @@ class ADMM:
         x, units = self.alternate(
             gram, w, lambda values: _above(values, count, problem.protected), problem.context
         )
-        order = removal_order(x.abs(), problem.protected)
-        mask = mask_from_order(order, count, tuple(w.shape))
+        mask = mask_of_largest(x.abs(), count, problem.protected)
         scale = (importance * units).clamp_min(torch.finfo(w.dtype).tiny)
         return mask.view(problem.weight.shape), torch.where(mask, x, 0.0) / scale
 

@@ -41,8 +41,9 @@ class AutoPolicy:
             gains. Then the start is solved too, and the better counts.
         tiny: multiply-adds of one ADMM step below which a layer is also solved from the greedy.
         much_kept: kept share above which swaps take longest. They end as low from a support found
-            with fewer penalties (`benchmarks.sketch`).
+            with fewer penalties and steps (`benchmarks.sketch`).
         sketch_penalties: number of ADMM penalties for such a layer.
+        sketch_steps: number of ADMM steps at each of these penalties.
         dependent: independence below which a column counts as replaceable by others.
         replaceable: share of replaceable columns from which a layer is hard.
         widest_checked: columns up to which replaceable ones are looked for.
@@ -63,6 +64,7 @@ class AutoPolicy:
     tiny: float = 1e6
     much_kept: float = 0.2
     sketch_penalties: int = 5
+    sketch_steps: int = 6
     dependent: float = 0.01
     replaceable: float = 0.1
     widest_checked: int = 4096
@@ -155,7 +157,7 @@ class Auto:
         """Return ADMM, with fewer penalties where swaps cost most and still end as low."""
         easy = share > POLICY.much_kept and not hard and self.swap_seconds is None
         if easy and _round_seconds(problem, kept) > POLICY.free_round:
-            return ADMM(penalties=POLICY.sketch_penalties)
+            return ADMM(penalties=POLICY.sketch_penalties, steps=POLICY.sketch_steps)
         return ADMM()
 
     def _rescues(self, problem: Problem, count: int) -> list[Solution]:

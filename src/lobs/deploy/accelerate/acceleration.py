@@ -103,11 +103,9 @@ def accelerate(
     """Return a copy with every layer in the fastest implementation for an example batch.
 
     Each Linear, Conv2d and transformers' Conv1D is timed on its input: dense, as CSR or BSR, in
-    compiled kernels, and dense without empty rows and columns. Layers that read one input, and
-    chains of Linear and ReLU, are also tried as one call, and batch norms are folded into the
-    convolutions before them. A replacement must win by more than
-    `margin` and the noise, and so must the whole network in the end.
-
+    compiled kernels, and dense without empty rows and columns. Layers that read one input, chains
+    of Linear and ReLU, and convolutions with their batch norms are also tried as one call. A
+    replacement must win by `margin` and the noise, and so must the whole network in the end.
     The copy computes densely in training, with gradients, autocast, other devices and dtypes, and
     for inputs over twice as large or small. Sparse copies follow weights that change in place.
 
