@@ -377,7 +377,8 @@ def test_steps_are_one_over_the_root_of_the_curvature():
     distance = Distance()
     free = [(name, p, None) for name, p in work.named_parameters()]
     loss = sum(float(distance.loss(work, piece).detach()) for piece in distance.fit)
-    sizes, bias = descent._step_sizes(work, free, distance)
+    (sizes, bias), each = descent._step_sizes(work, free, distance)
+    assert each == pytest.approx(loss / 28 / 512)
     curvature = x.square().sum(dim=0) + descent._FLOOR * x.square().sum(dim=0).mean()
     wanted_sizes = (loss / 28 / curvature).sqrt().expand(4, 6)
     torch.testing.assert_close(sizes / wanted_sizes, torch.ones(4, 6), rtol=0, atol=1)
@@ -479,3 +480,78 @@ def test_the_change_of_a_large_network_is_measured_on_some_of_the_inputs():
     assert f"{measured:,} calibration samples" in result.summary()
     some = compare(tower(), result.model, batches[:: 12_000 // 256])
     assert result.certificate.measured == pytest.approx(some.output)
+
+
+@pytest.mark.parametrize("target", [lobs.Sparsity(0.6, scope="layer"), lobs.NByM(2, 4)], ids=repr)
+def test_weights_change_places_and_every_layer_keeps_as_many(monkeypatch, target):
+    from lobs.pruning.refit import exchange
+
+    def cut():
+        return lobs.prune(tower(), data(), target, refit="blocks", skip="start", progress=False)
+
+    monkeypatch.setattr(exchange, "_SHARE", 0.2)
+    monkeypatch.setattr(exchange, "_MARGIN", 0.5)
+    changed = cut()
+    monkeypatch.setattr(exchange, "_SHARE", 0.0)
+    monkeypatch.setattr(exchange, "_MARGIN", float("inf"))
+    first = cut()
+    different = 0
+    for name, mask in changed.masks.items():
+        weight = changed.model.get_parameter(name)
+        assert int(mask.sum()) == int(first.masks[name].sum())
+        assert bool((weight[~mask] == 0).all())
+        different += int((mask != first.masks[name]).sum())
+        if isinstance(target, lobs.NByM):
+            assert bool((mask.view(-1, 4).sum(dim=1) == 2).all())
+    assert different > 0
+    for layer in changed.layers:
+        solution = changed.solutions[layer.name]
+        mask = changed.masks[f"{layer.name}.weight"]
+        assert torch.equal(solution.mask.view(mask.shape[0], -1)[:, : mask.shape[1]], mask)
+
+
+def test_an_exchange_takes_the_best_pairs_within_reach():
+    from lobs.pruning.refit.exchange import _exchanged
+
+    kept = torch.tensor([[[True, False, True, False] * 25]])
+    gain, cost = torch.zeros(1, 1, 100), torch.full((1, 1, 100), 5.0)
+    gain[..., 1], gain[..., 51], cost[..., 2], cost[..., 98] = 90.0, 60.0, 1.0, 2.0
+    cost[..., 50] = 4.0
+    anywhere = _exchanged(kept, gain, cost, 0)[0, 0]
+    assert (anywhere != kept[0, 0]).nonzero().flatten().tolist() == [1, 2, 51, 98]
+    within = _exchanged(kept, gain, cost, 4)[0, 0]
+    assert (within != kept[0, 0]).nonzero().flatten().tolist() == [1, 2, 50, 51]
+
+
+def test_an_exchange_that_leads_away_is_undone(monkeypatch):
+    from lobs.pruning import run
+    from lobs.pruning.refit import exchange
+
+    monkeypatch.setattr(exchange, "_SHARE", 0.0)
+    first = pruned(tower())
+    monkeypatch.setattr(exchange, "_SHARE", 1.0)
+    monkeypatch.setattr(exchange, "_MARGIN", 1e-30)  # even where nothing is won
+    whole, seen = run.refit_block, []
+
+    def spied(*given):
+        effect = whole(*given)
+        seen.append((effect.before, effect.after))
+        return effect
+
+    monkeypatch.setattr(run, "refit_block", spied)
+    later = pruned(tower())
+    for name, mask in later.masks.items():
+        assert bool((later.model.get_parameter(name)[~mask] == 0).all())
+        assert int(mask.sum()) == int(first.masks[name].sum())
+    assert all(after <= before for before, after in seen)
+
+
+def test_masks_of_a_named_solver_stay(monkeypatch):
+    from lobs.pruning.refit import exchange
+
+    monkeypatch.setattr(exchange, "_MARGIN", 1e-30)
+    blocks = pruned(tower(), solver="magnitude")
+    monkeypatch.setattr("lobs.pruning.refit.blocks.SCHEDULE", Schedule(0, 32, 0.05))
+    layers = pruned(tower(), solver="magnitude")
+    for name in ("blocks.0.up.weight", "blocks.0.down.weight"):
+        assert torch.equal(layers.masks[name], blocks.masks[name])

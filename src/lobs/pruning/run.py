@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lobs._system import memory
@@ -26,6 +27,7 @@ from lobs.layers import Layer, find_layers
 from lobs.layers.untouched import copied
 from lobs.pruning.finished import FinishedLayer, network_error
 from lobs.pruning.refit.blocks import BlockRefit, BlockRefits, refit_block
+from lobs.pruning.refit.exchange import Exchange
 from lobs.pruning.refit.gauss_newton import parameters_of
 from lobs.pruning.refit.joint import JointRefit, refit_jointly
 from lobs.pruning.refit.whole import refit_outputs
@@ -34,12 +36,13 @@ from lobs.pruning.session import Session
 from lobs.solvers import Auto, ColumnSweep, solve
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, joined
-from lobs.targets import Sparsity, Target
+from lobs.targets import NByM, Sparsity, Target
 
 # Inputs of a large network, and vectors that reach each layer, on which the change is measured.
 _MEASURED_SAMPLES, _MEASURED_VECTORS = 16, 256
 
 Plan = Mapping[str, Target | None]
+_MASK = "mask of "  # before a parameter's name in the run store
 
 
 @dataclass
@@ -200,7 +203,7 @@ class Run:
             return found
         layers, measured = self.layers(), self.compare().layers
         return {
-            name: _refitted(solution, layers[name], measured.get(name))
+            name: _refitted(solution, layers[name], measured.get(name), self.masks)
             for name, solution in found.items()
         }
 
@@ -267,14 +270,34 @@ class Run:
         parameters = dict(block.module.named_parameters())
         if saved is not None:
             for name, tensor in saved.state_dict.items():
-                parameters[name].data.copy_(tensor)
+                if name.startswith(_MASK):
+                    self.masks[name.removeprefix(_MASK)] = tensor.to(torch.bool)
+                else:
+                    parameters[name].data.copy_(tensor)
             return BlockRefit(**saved.record["effect"])
         layers = [after for _, after in block.layers]
-        effect = refit_block(block, layers, self.masks, self._shared_by(block))
+        shared = self._shared_by(block)
+        exchange = self._exchange(block, layers, shared)
+        effect = refit_block(block, layers, self.masks, shared, exchange)
         log_event("block", **asdict(effect))
         tensors = {n: p.detach() for n, p in parameters.items()} if effect.moved else {}
+        if effect.moved:
+            self.masks |= exchange.masks
+            tensors |= {f"{_MASK}{n}": m.to(torch.uint8) for n, m in exchange.masks.items()}
         session.store.write(key, tensors, {"effect": asdict(effect)})
         return effect
+
+    def _exchange(self, block: Repeated, layers: list[Layer], shared: set[str]) -> Exchange:
+        """Return which weights of a block may change places: those whose solver was not named."""
+        chosen, masks = [], {}
+        shared_names = {f"{block.name}.{name}" for name in shared}
+        for layer in layers if isinstance(self.session.options.solver, Auto) else ():
+            target, name = self.plan[layer.name], f"{layer.prefix}{layer.weight_part.key}"
+            span = _span(target, layer)
+            if span is not None and not layer.tied and name in self.masks.keys() - shared_names:
+                chosen.append((layer, span))
+                masks[name] = self.masks[name]
+        return Exchange(chosen, masks, f"{block.name}.")
 
     def _shared_by(self, block: Repeated) -> set[str]:
         """Return names of a block's parameters that the network also uses outside the block."""
@@ -396,20 +419,48 @@ def run_rounds(session: Session) -> Run:
     return run
 
 
+def _span(target: Target | None, layer: Layer) -> int | None:
+    """Return within how many columns a weight may change its place; 0: all; None: not at all."""
+    match target:
+        case Sparsity():
+            return 0
+        case NByM(m=m, along=along):
+            whole = layer.columns % m == 0 and (along == "columns" or layer.positions == 1)
+            return m if whole else None
+    return None
+
+
 def _once(compute: Callable[[], FinishedLayer]) -> Iterator[FinishedLayer]:
     yield compute()
 
 
-def _refitted(solution: Solution, layer: Layer, measured: LayerDistance | None) -> Solution:
-    """Return a solution with the weights and errors that the joint refit left.
+def _refitted(
+    solution: Solution,
+    layer: Layer,
+    measured: LayerDistance | None,
+    masks: Mapping[str, Tensor],
+) -> Solution:
+    """Return a solution with the mask, weights and errors that the refit left.
 
     An expert's error is that of its solution: it has other inputs in each network.
+
+    Args:
+        solution: the layer's own solution.
+        layer: the layer in the pruned network.
+        measured: the distance between its outputs in the two networks.
+        masks: True where a weight is kept, by parameter name.
     """
-    weight = layer.matrix()
+    part, mask = layer.weight_part, solution.mask
+    whole = masks.get(f"{layer.prefix}{part.key}")
+    if whole is not None and mask.numel():
+        rows = whole[part.start : part.stop].view(layer.weight.shape)
+        kept = layer.unfolded(rows).to(mask)
+        mask = mask.clone()
+        mask.view(*kept.shape[:2], -1)[..., : layer.columns] = kept
+    done = replace(solution, weight=layer.matrix(), mask=mask, curve=None)
     if measured is None:
-        return replace(solution, weight=weight, curve=None)
-    error, energy = measured.mean_error, measured.mean_energy
-    return replace(solution, weight=weight, error=error, energy=energy, curve=None)
+        return done
+    return replace(done, error=measured.mean_error, energy=measured.mean_energy)
 
 
 def _copied(model: nn.Module, layers: Iterable[Layer]) -> nn.Module:

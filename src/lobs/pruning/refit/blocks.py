@@ -34,6 +34,7 @@ from lobs.pruning.refit.descent import (
     random_signs,
     separable,
 )
+from lobs.pruning.refit.exchange import Exchange
 from lobs.pruning.refit.joint import JointRefit
 from lobs.solvers import linalg
 
@@ -120,14 +121,16 @@ def refit_block(
     layers: Sequence[Layer],
     masks: Mapping[str, Tensor],
     shared: Collection[str] = (),
+    exchange: Exchange | None = None,
 ) -> BlockRefit:
-    """Refit one block in place; zeros and layers that are not pruned stay.
+    """Refit one block in place; layers that are not pruned stay, and so do zeros but for exchanges.
 
     Args:
         block: the block, whose layers are solved.
         layers: its pruned layers.
         masks: True where a weight is kept, by parameter name.
         shared: names of the block's parameters that are used elsewhere too, which stay.
+        exchange: weights that may change places; its masks are written.
     """
     work = copy.deepcopy(block.module).to(torch.float32)
     free = free_parameters(work, layers, masks, f"{block.name}.", shared)
@@ -136,7 +139,8 @@ def refit_block(
     distance = _BlockDistance(work, block.samples(), free)
     if not distance.held_energy:
         return BlockRefit(block.name, reason="no sample could be held out")
-    found = descend(block.module, work, free, distance, SCHEDULE, f"blocks of {block.name}")
+    label = f"blocks of {block.name}"
+    found = descend(block.module, work, free, distance, SCHEDULE, label, exchange)
     if found.reason:
         return BlockRefit(block.name, reason=found.reason)
     if not 0 < found.before < math.inf:

@@ -22,6 +22,7 @@ from lobs._system.distributed import process_group
 from lobs._system.progress import track
 from lobs.layers import Layer
 from lobs.layers.discovery import as_layer
+from lobs.pruning.refit.exchange import Exchange
 from lobs.pruning.refit.joint import kept_entries
 
 _PROBED = 8  # pieces that curvatures are estimated on
@@ -179,6 +180,7 @@ def descend(
     objective: Objective,
     schedule: Schedule,
     label: str,
+    exchange: Exchange | None = None,
 ) -> Descent:
     """Move the free parameters, and write those that are best on held-out samples into a module.
 
@@ -191,6 +193,8 @@ def descend(
         objective: the distance.
         schedule: how long.
         label: what the progress display says.
+        exchange: weights that may change places after the first epoch; its masks are those that
+            stay.
     """
     fault = _fault_of(work, objective)
     if fault:
@@ -200,13 +204,12 @@ def descend(
     rows = round(group.sum_numbers(float(sum(len(p.rows) for p in objective.held)))[0])
     if not 0 < before < math.inf:
         return Descent(before, before, 0, rows)
-    vector = _Vector(free)
-    best_at = vector.read()
-    adam, epochs, idle = _Adam(work, free, objective, schedule), 0, 0
+    adam, epochs, idle = _Adam(work, free, objective, schedule, exchange), 0, 0
+    best_at = adam.state()
     with track(label, schedule.epochs * schedule.steps) as advance:
         for epoch in range(schedule.epochs):
             adam.epoch(epoch)
-            exact = vector.read()
+            exact = adam.state()
             for name, parameter, _ in free:
                 parameter.data.copy_(parameter.to(own[name].dtype))
             now = objective.distance(work)
@@ -214,15 +217,15 @@ def descend(
             idle = 0 if now < (1 - schedule.worth) * best else idle + 1
             if now < best:
                 best, epochs, best_at = now, epoch + 1, exact
+                adam.write(best_at)
             else:
-                exact = best_at
-                adam.restart()
-            vector.write(exact)
+                adam.restart(best_at)
             if idle == schedule.patience:
                 break
+            if epoch == 0 and schedule.epochs > 1:
+                adam.exchange_weights()
+    adam.write(best_at)
     if epochs:
-        group.broadcast(best_at)  # so that all processes have the same bits
-        vector.write(best_at)
         for name, parameter, _ in free:
             own[name].data.copy_(parameter)
     return Descent(before, best, epochs, rows)
@@ -238,6 +241,10 @@ class _Vector:
         self.free = free
         self.places = [
             None if mask is None else mask.flatten().nonzero().squeeze(1) for _, _, mask in free
+        ]
+        self.counts = [
+            p.numel() if at is None else len(at)
+            for (_, p, _), at in zip(free, self.places, strict=True)
         ]
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -256,18 +263,24 @@ class _Vector:
         return self.gather(found)
 
     @torch.no_grad()
-    def write(self, values: Tensor) -> None:
-        """Write the weights."""
-        counts = [
-            p.numel() if at is None else len(at)
-            for (_, p, _), at in zip(self.free, self.places, strict=True)
-        ]
-        parts = zip(self.free, self.places, torch.split(values, counts), strict=True)
-        for (_, parameter, _), at, part in parts:
+    def write(self, values: Tensor, into: Sequence[Tensor] | None = None) -> None:
+        """Write the weights, or values of each weight into tensors of the parameters' shapes."""
+        targets = [p for _, p, _ in self.free] if into is None else into
+        parts = torch.split(values, self.counts)
+        for target, at, part in zip(targets, self.places, parts, strict=True):
             if at is None:
-                parameter.copy_(part.view_as(parameter))
+                target.copy_(part.view_as(target))
             else:
-                parameter.put_(at, part.to(parameter.device))
+                target.put_(at, part.to(target.device))
+
+
+@dataclass(frozen=True)
+class _State:
+    """The weights, which of them are free, and the masks of those that may change places."""
+
+    vector: _Vector
+    values: Tensor
+    masks: dict[str, Tensor]
 
 
 class _Adam:
@@ -278,15 +291,23 @@ class _Adam:
         free: its free parameters.
         objective: the distance.
         schedule: how long.
+        exchange: weights that may change places after the first epoch.
     """
 
     def __init__(
-        self, work: nn.Module, free: Free, objective: Objective, schedule: Schedule
+        self,
+        work: nn.Module,
+        free: Free,
+        objective: Objective,
+        schedule: Schedule,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.work, self.free, self.objective, self.schedule = work, free, objective, schedule
+        self.work, self.objective, self.schedule = work, objective, schedule
+        self.exchange = exchange
         self.generator = torch.Generator().manual_seed(0)
         self.vector = _Vector(free)
-        self.sizes = self.vector.gather(_step_sizes(work, free, objective))
+        self.whole_sizes, self.each = _step_sizes(work, free, objective)
+        self.sizes = self.vector.gather(self.whole_sizes)
         self.rate = schedule.rate
         self._begin()
 
@@ -294,8 +315,24 @@ class _Adam:
         self.mean, self.square = torch.zeros_like(self.sizes), torch.zeros_like(self.sizes)
         self.taken = 0
 
-    def restart(self) -> None:
-        """Begin again with smaller steps: the last ones led away."""
+    def state(self) -> _State:
+        """Return the weights as they are now."""
+        masks = {} if self.exchange is None else dict(self.exchange.masks)
+        return _State(self.vector, self.vector.read(), masks)
+
+    def write(self, state: _State) -> None:
+        """Write weights, the same in all processes; those that are not free any more become 0."""
+        process_group().broadcast(state.values)
+        if state.vector is not self.vector:
+            self._support(state.vector)
+            if self.exchange is not None:
+                self.exchange.masks.update(state.masks)
+        self.vector.write(state.values)
+
+    def restart(self, state: _State) -> None:
+        """Begin again with smaller steps and no more exchanges: the last ones led away."""
+        self.write(state)
+        self.exchange = None
         self.rate *= self.schedule.shorter
         self._begin()
 
@@ -305,12 +342,18 @@ class _Adam:
         order = [fit[i] for i in torch.randperm(len(fit), generator=self.generator)]
         steps = _joined(order, objective.rows)[: objective.steps]
         many, values = max(group.all_gather(len(steps))), self.vector.read()
+        watched = set() if self.exchange is None or number else self.exchange.names()
+        self.slopes = {n: torch.zeros_like(p) for n, p, _ in self.vector.free if n in watched}
+        self.seen = group.sum_numbers(float(sum(len(p.rows) for step in steps for p in step)))[0]
         for index in range(many):
             progress = (number + index / many) / self.schedule.epochs
             self.work.zero_grad(set_to_none=True)
             with torch.enable_grad():
                 for piece in steps[index] if index < len(steps) else ():
                     objective.loss(self.work, piece).backward()  # type: ignore[no-untyped-call]
+            for name, parameter, _ in self.vector.free:
+                if name in self.slopes and parameter.grad is not None:
+                    self.slopes[name].add_(parameter.grad)
             # In units of the steps, so that squares fit into float32.
             gradient = self.vector.gradients().mul_(self.sizes)
             group.all_reduce(gradient)
@@ -330,15 +373,47 @@ class _Adam:
         root = (self.square / (1 - fast**self.taken)).sqrt_().add_(_LEAST_GRADIENT)
         return ahead.div_(root)
 
+    @torch.no_grad()
+    def exchange_weights(self) -> None:
+        """Let weights change places, by the gradients of the last epoch."""
+        if self.exchange is None or not self.slopes:
+            return
+        gains, costs = {}, {}
+        process_group().all_reduce(*self.slopes.values())
+        for (name, parameter, _), size in zip(self.vector.free, self.whole_sizes, strict=True):
+            if name in self.slopes:
+                # Half a curvature is each / size². Slopes are per row, as `each` is.
+                slope, unit = self.slopes[name].double() / self.seen, size.double()
+                gains[name] = (slope * unit).square() / (4 * self.each)
+                costs[name] = (parameter.double() / unit).square() * self.each
+        self.exchange.take(gains, costs)
+        mask_of = self.exchange.free_mask
+        self._support(_Vector([(n, p, mask_of(n, mask)) for n, p, mask in self.vector.free]))
 
-def _step_sizes(work: nn.Module, free: Free, objective: Objective) -> list[Tensor]:
+    @torch.no_grad()
+    def _support(self, vector: _Vector) -> None:
+        """Set other weights free. Those that are not free any more become 0."""
+        sums = []
+        for old in (self.mean, self.square):
+            whole = [torch.zeros_like(p) for _, p, _ in vector.free]
+            self.vector.write(old, whole)
+            sums.append(vector.gather(whole))
+        for (_, parameter, now), (_, _, mask) in zip(vector.free, self.vector.free, strict=True):
+            if now is not None and mask is not None:
+                parameter.masked_fill_(mask & ~now, 0)
+        self.mean, self.square = sums
+        self.vector, self.sizes = vector, vector.gather(self.whole_sizes)
+
+
+def _step_sizes(work: nn.Module, free: Free, objective: Objective) -> tuple[list[Tensor], float]:
     """Return √(L / N h) for every weight: L is the loss now, N their number, h half a curvature.
 
-    If weights acted independently, moving all of them that far would add L to the loss.
+    If weights acted independently, moving all of them that far would add L to the loss. L / N of
+    one row comes too.
     """
     generator = torch.Generator().manual_seed(process_group().rank)
     squares = [torch.zeros_like(p, dtype=torch.float64) for _, p, _ in free]
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, rows = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     every = max(1, len(objective.fit) // _PROBED)
     with torch.enable_grad():
         for piece in objective.fit[::every][:_PROBED]:
@@ -349,13 +424,15 @@ def _step_sizes(work: nn.Module, free: Free, objective: Objective) -> list[Tenso
                     total.add_(parameter.grad.double().square())
             with torch.no_grad():
                 loss += objective.loss(work, piece).detach().cpu()
+                rows += len(piece.rows)
     work.zero_grad(set_to_none=True)
-    process_group().all_reduce(*squares, loss)
+    process_group().all_reduce(*squares, loss, rows)
     count = sum(p.numel() if mask is None else int(mask.sum()) for _, p, mask in free)
     each = float(loss) / max(1, count)
-    return [
+    sizes = [
         (each / _smoothed(h)).sqrt().to(p.dtype) for h, (_, p, _) in zip(squares, free, strict=True)
     ]
+    return sizes, each / max(1.0, float(rows))
 
 
 def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
