@@ -151,7 +151,7 @@ class Run:
     def compare(self) -> Comparison:
         """Return the distance from the dense network, measured once.
 
-        A few hundred inputs tell it for a large network, whose passes are dear.
+        For a large network, whose passes are dear, it is measured on a few hundred inputs.
         """
         session, every = self.session, 1
         if self.comparison is None and isinstance(self.refit, BlockRefits):
