@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lobs.calibration.collect import collect_moments
 from lobs.calibration.forward import batch_size, call, main_output, plain_input
 from lobs.errors import LobsError, ProcessGroupError
 from lobs.layers import Layer, watching
+from lobs.layers.discovery import has_recurrent
 from lobs.layers.hooks import Handle
 from lobs.layers.recurrent_forward import step_by_step
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
@@ -388,7 +389,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
     with (
         watching([Handle.of()]),
         sdpa_kernel(SDPBackend.MATH),
-        step_by_step(model),
+        step_by_step() if has_recurrent(model) else nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
