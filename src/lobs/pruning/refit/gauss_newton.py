@@ -69,12 +69,16 @@ class Survivors:
         """Return the network's output on a batch as a function of the weights."""
         return lambda at: self.network.answer(at, batch)
 
-    def try_out(self, batch: Any) -> int:
-        """Return the size of the output for a batch; raise where it is not differentiable."""
+    def outputs(self, batch: Any) -> int:
+        """Return the size of the output for a batch."""
+        with torch.no_grad():
+            return _tensor(call(self.dense, batch)).numel()
+
+    def try_out(self, batch: Any) -> None:
+        """Raise where the network is not differentiable."""
         still = {name: torch.zeros_like(t) for name, t in self.at.items()}
         out: Tensor = jvp(self.answer(batch), (self.at,), (still,))[0]
         vjp(self.answer(batch), self.at)[1](torch.zeros_like(out))
-        return out.numel()
 
 
 class Window:

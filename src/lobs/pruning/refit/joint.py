@@ -14,9 +14,9 @@ networks are refitted only on request.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from lobs.pruning.refit.gauss_newton import (
 from lobs.pruning.refit.split import SMALL, some, split
 
 Refit: TypeAlias = Literal["layers", "blocks", "network"]
+T = TypeVar("T")
 
 # Multiply-adds that the refit may take where nobody asked for it: about 20 s on two cores.
 WORK = 1.2e12
@@ -175,9 +176,12 @@ def _move(
     if None in group.all_gather(length(batches)):
         return JointRefit(reason="the number of batches is not known: give a list or a DataLoader")
     unknowns = round(sum(float(mask.sum()) for mask in survivors.free.values()))
-    plan = effort(unknowns, _outputs_a_sample(survivors, batches), madds, samples, work)
+    with group.raise_together():
+        first_few = _little(next(iter(batches), None))
+    plan = effort(unknowns, _outputs_a_sample(survivors, first_few), madds, samples, work)
     if plan.reason:
         return JointRefit(reason=plan.reason)
+    _try_out(survivors, first_few)
     share = -(-plan.samples // group.size)
     parted = split(survivors.dense, batches, share, (plan.steps + 1) * share)
     if parted is None:
@@ -217,21 +221,35 @@ def _move(
     return JointRefit(steps, first, best, held_out.samples, tried=tried)
 
 
-def _outputs_a_sample(survivors: Survivors, batches: Iterable[Any]) -> float:
-    """Return how many numbers the network gives for one sample, and try to differentiate it."""
-    with process_group().raise_together():
-        first = _little(next(iter(batches), None))
-    counted, seen, fault = 0, 0, ""
-    if first is not None:
-        try:
-            counted, seen = survivors.try_out(first), batch_size(first)
-        except (ImpossibleError, LobsError, RuntimeError) as error:
-            fault = " ".join(str(error).split())[:200]
+def _outputs_a_sample(survivors: Survivors, first: Any) -> float:
+    """Return how many numbers the network gives for one sample.
+
+    Args:
+        survivors: the free weights.
+        first: some samples; None in a process without data.
+    """
+    counted = _tried(lambda: 0 if first is None else survivors.outputs(first))
+    seen = 0 if first is None else batch_size(first)
+    total, samples = process_group().sum_numbers(counted, seen)
+    return total / max(1.0, samples)
+
+
+def _try_out(survivors: Survivors, first: Any) -> None:
+    """Raise where the network cannot be differentiated; in all processes or in none."""
+    _tried(lambda: None if first is None else survivors.try_out(first))
+
+
+def _tried(work: Callable[[], T]) -> T:
+    """Return what a function gives; raise in all processes where it fails in one."""
+    fault, found = "", None
+    try:
+        found = work()
+    except (ImpossibleError, LobsError, RuntimeError) as error:
+        fault = " ".join(str(error).split())[:200]
     faults = [word for word in process_group().all_gather(fault) if word]
     if faults:
         raise ImpossibleError(f"the network cannot be differentiated forward and back: {faults[0]}")
-    total, samples = process_group().sum_numbers(counted, seen)
-    return total / max(1.0, samples)
+    return cast(T, found)
 
 
 def _little(batch: Any) -> Any:
