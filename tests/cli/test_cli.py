@@ -186,7 +186,9 @@ def test_prune_eval_and_verify_a_zoo_network(tmp_path):
     evaluated = as_json("eval", out)
     assert evaluated["value"] == done["after"] and evaluated["nonzero"] <= 22_408 + 410
     verified = as_json("verify", out)
-    assert verified["holds"] and len(verified["findings"]) == 11
+    assert verified["holds"] and len(verified["findings"]) == 13
+    stay = ["answers that stay", "held-out answers that stay"]
+    assert [f["check"] for f in verified["findings"][-2:]] == stay
     assert verified["findings"][-1]["check"] == "guarantee"
 
 
