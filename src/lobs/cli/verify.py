@@ -144,6 +144,6 @@ def _recompute(file: Path, saved: Checkpoint, trust: bool, code: str | None) -> 
     return [
         source,
         *verify_errors(saved, dense.model, pruned.model, batches),
-        *verify_guarantee(saved, dense.model, pruned.model, kept_back),
         *verify_margins(saved, dense.model, pruned.model, batches, kept_back),
+        *verify_guarantee(saved, dense.model, pruned.model, kept_back),
     ]
