@@ -25,6 +25,7 @@ from lobs.pruning.finished import FinishedLayer
 from lobs.pruning.forecast import solving_bytes
 from lobs.pruning.options import Execution, Numerics
 from lobs.pruning.refit.blocks import WORK_BYTES, BlockRefit, refit_block
+from lobs.pruning.refit.exchange import exchange_in
 from lobs.pruning.result import LayerResult
 from lobs.solvers import solve
 from lobs.solvers.checks import check_finite
@@ -218,10 +219,22 @@ class Walk:
         log_event("block", block=name)
         return record
 
-    def _refitted(self, block: Repeated, masks: Mapping[str, Tensor]) -> BlockRefit | None:
-        if self.asked.refit != "blocks":
+    def _refitted(self, block: Repeated, masks: dict[str, Tensor]) -> BlockRefit | None:
+        """Refit a block whose layers are solved; masks of weights that changed places are written.
+
+        Args:
+            block: the block.
+            masks: True where a weight is kept, by parameter name.
+        """
+        asked, layers = self.asked, [after for _, after in block.layers]
+        if asked.refit != "blocks":
             return None
-        return refit_block(block, [after for _, after in block.layers], masks)
+        plan = {layer.name: for_layer(asked.target, layer.name) for layer in layers}
+        exchange = exchange_in(block.name, layers, plan, asked.solver, masks)
+        effect = refit_block(block, layers, masks, (), exchange)
+        if effect.moved:
+            masks |= exchange.masks
+        return effect
 
     def _solved(self, layer: Layer, dense: Tensor, moments: PairedMoments) -> FinishedLayer:
         """Solve one layer on the inputs that the pruned layers before it give."""

@@ -27,7 +27,7 @@ from lobs.layers import Layer, find_layers
 from lobs.layers.untouched import copied
 from lobs.pruning.finished import FinishedLayer, network_error
 from lobs.pruning.refit.blocks import BlockRefit, BlockRefits, refit_block
-from lobs.pruning.refit.exchange import Exchange
+from lobs.pruning.refit.exchange import exchange_in
 from lobs.pruning.refit.gauss_newton import parameters_of
 from lobs.pruning.refit.joint import JointRefit, refit_jointly
 from lobs.pruning.refit.whole import refit_outputs
@@ -36,7 +36,7 @@ from lobs.pruning.session import Session
 from lobs.solvers import Auto, ColumnSweep, solve
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, joined
-from lobs.targets import NByM, Sparsity, Target
+from lobs.targets import Sparsity, Target
 
 # Inputs of a large network, and vectors that reach each layer, on which the change is measured.
 _MEASURED_SAMPLES, _MEASURED_VECTORS = 16, 256
@@ -277,7 +277,8 @@ class Run:
             return BlockRefit(**saved.record["effect"])
         layers = [after for _, after in block.layers]
         shared = self._shared_by(block)
-        exchange = self._exchange(block, layers, shared)
+        solver = session.options.solver
+        exchange = exchange_in(block.name, layers, self.plan, solver, self.masks, shared)
         effect = refit_block(block, layers, self.masks, shared, exchange)
         log_event("block", **asdict(effect))
         tensors = {n: p.detach() for n, p in parameters.items()} if effect.moved else {}
@@ -286,18 +287,6 @@ class Run:
             tensors |= {f"{_MASK}{n}": m.to(torch.uint8) for n, m in exchange.masks.items()}
         session.store.write(key, tensors, {"effect": asdict(effect)})
         return effect
-
-    def _exchange(self, block: Repeated, layers: list[Layer], shared: set[str]) -> Exchange:
-        """Return which weights of a block may change places: those whose solver was not named."""
-        chosen, masks = [], {}
-        shared_names = {f"{block.name}.{name}" for name in shared}
-        for layer in layers if isinstance(self.session.options.solver, Auto) else ():
-            target, name = self.plan[layer.name], f"{layer.prefix}{layer.weight_part.key}"
-            span = _span(target, layer)
-            if span is not None and not layer.tied and name in self.masks.keys() - shared_names:
-                chosen.append((layer, span))
-                masks[name] = self.masks[name]
-        return Exchange(chosen, masks, f"{block.name}.")
 
     def _shared_by(self, block: Repeated) -> set[str]:
         """Return names of a block's parameters that the network also uses outside the block."""
@@ -417,17 +406,6 @@ def run_rounds(session: Session) -> Run:
         session.refresh_influence(run.model)
         run = start_run(session, session.plan(), last=number == rounds)
     return run
-
-
-def _span(target: Target | None, layer: Layer) -> int | None:
-    """Return within how many columns a weight may change its place; 0: all; None: not at all."""
-    match target:
-        case Sparsity():
-            return 0
-        case NByM(m=m, along=along):
-            whole = layer.columns % m == 0 and (along == "columns" or layer.positions == 1)
-            return m if whole else None
-    return None
 
 
 def _once(compute: Callable[[], FinishedLayer]) -> Iterator[FinishedLayer]:

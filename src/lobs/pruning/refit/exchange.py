@@ -12,7 +12,7 @@ are noisy, so a win must be several times its cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from lobs._system.distributed import process_group
 from lobs.layers import Layer
+from lobs.solvers import Auto
+from lobs.solvers.problem import Solver
+from lobs.targets import NByM, Sparsity, Target
 
 _SHARE = 0.06  # of a layer's kept weights that change places, at most
 _MARGIN = 3.0  # times its cost that an exchange must win
@@ -42,7 +45,7 @@ class Exchange:
 
     def names(self) -> set[str]:
         """Return names of the block's parameters that weights may change places in."""
-        return {self._name(layer).removeprefix(self.prefix) for layer, _ in self.layers}
+        return {_weight_name(layer).removeprefix(self.prefix) for layer, _ in self.layers}
 
     def take(self, gains: Mapping[str, Tensor], costs: Mapping[str, Tensor]) -> None:
         """Exchange weights where that wins enough.
@@ -52,7 +55,7 @@ class Exchange:
             costs: what a kept weight would cost.
         """
         for layer, span in self.layers:
-            name, part = self._name(layer), layer.weight_part
+            name, part = _weight_name(layer), layer.weight_part
             rows = slice(part.start, part.stop)
             own = name.removeprefix(self.prefix)
             matrices = (x[own][rows] for x in (gains, costs))
@@ -70,15 +73,50 @@ class Exchange:
             return None
         found = before.clone()
         for layer, _ in self.layers:
-            full = self._name(layer)
+            full = _weight_name(layer)
             if full.removeprefix(self.prefix) == name:
                 rows = slice(layer.weight_part.start, layer.weight_part.stop)
                 found[rows] = self.masks[full][rows].to(found)
         return found
 
-    @staticmethod
-    def _name(layer: Layer) -> str:
-        return f"{layer.prefix}{layer.weight_part.key}"
+
+def exchange_in(
+    block: str,
+    layers: Sequence[Layer],
+    plan: Mapping[str, Target | None],
+    solver: Solver,
+    masks: Mapping[str, Tensor],
+    shared: Collection[str] = (),
+) -> Exchange:
+    """Return which weights of a block may change places: where no solver was named for its masks.
+
+    Args:
+        block: the block's name.
+        layers: its pruned layers.
+        plan: each layer's own target.
+        solver: the solver that chose the masks.
+        masks: True where a weight is kept, by parameter name.
+        shared: names of the block's parameters that are used elsewhere too.
+    """
+    chosen, prefix = [], f"{block}."
+    for layer in layers if isinstance(solver, Auto) else ():
+        name, span = _weight_name(layer), _span(plan[layer.name], layer)
+        own = name in masks and name.removeprefix(prefix) not in shared and not layer.tied
+        if own and span is not None:
+            chosen.append((layer, span))
+    names = {_weight_name(layer) for layer, _ in chosen}
+    return Exchange(chosen, {name: masks[name] for name in names}, prefix)
+
+
+def _span(target: Target | None, layer: Layer) -> int | None:
+    """Return within how many columns a weight may change its place; 0: all; None: not at all."""
+    match target:
+        case Sparsity():
+            return 0
+        case NByM(m=m, along=along):
+            whole = layer.columns % m == 0 and (along == "columns" or layer.positions == 1)
+            return m if whole else None
+    return None
 
 
 def _exchanged(kept: Tensor, gain: Tensor, cost: Tensor, span: int) -> Tensor:
@@ -105,3 +143,7 @@ def _exchanged(kept: Tensor, gain: Tensor, cost: Tensor, span: int) -> Tensor:
     mask[line, into[line, place]] = True
     mask[line, out[line, place]] = False
     return mask.view_as(kept)
+
+
+def _weight_name(layer: Layer) -> str:
+    return f"{layer.prefix}{layer.weight_part.key}"
