@@ -94,11 +94,8 @@ class _StepByStep(TorchFunctionMode):
 
 
 @contextmanager
-def step_by_step(model: nn.Module) -> Iterator[None]:
-    """Let a network's recurrent modules run step by step: torch's have no forward derivative."""
-    if not any(isinstance(module, RECURRENT) for module in model.modules()):
-        yield
-        return
+def step_by_step() -> Iterator[None]:
+    """Let recurrent modules run step by step: torch's functions have no forward derivative."""
     with _StepByStep(ObservedRecurrence(nn.Identity())):
         yield
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -353,10 +353,11 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
     """Disable fused kernels, which have no forward derivative, and torch's warnings."""
+    recurrent = any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in model.modules())
     with (
         watching([Handle.of()]),
         sdpa_kernel(SDPBackend.MATH),
-        step_by_step(model),
+        step_by_step() if recurrent else nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)
