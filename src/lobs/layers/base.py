@@ -305,8 +305,8 @@ class Layer(ABC):
         def checked(view: Layer, x: Tensor) -> None:
             if torch._C._functorch.is_batchedtensor(x):
                 raise CalibrationError(
-                    f"layer '{view.name}' runs inside torch.vmap, where the inputs of a "
-                    "sample cannot be seen. Give it whole batches, or skip the layer."
+                    f"layer '{view.name}' runs inside torch.vmap, which hides the batch. "
+                    "Give it whole batches, or skip the layer."
                 )
             view.check_input(x)
             callback(x)

@@ -50,11 +50,6 @@ KINDS = (
 SEVERAL = (nn.MultiheadAttention, *RECURRENT)
 
 
-def has_recurrent(model: nn.Module) -> bool:
-    """Return whether a network has recurrent modules."""
-    return any(isinstance(module, RECURRENT) for module in model.modules())
-
-
 def as_layer(name: str, module: nn.Module) -> Layer | None:
     """Return a module as a layer; None where it is no layer, or several.
 

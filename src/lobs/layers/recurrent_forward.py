@@ -95,7 +95,7 @@ class _StepByStep(TorchFunctionMode):
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Let recurrent modules run step by step: torch's have no forward derivative."""
+    """Let recurrent modules run step by step: torch's functions have no forward derivative."""
     with _StepByStep(ObservedRecurrence(nn.Identity())):
         yield
 

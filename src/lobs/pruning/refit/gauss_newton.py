@@ -23,7 +23,6 @@ from lobs.calibration.collect import collect_moments
 from lobs.calibration.forward import batch_size, call, main_output, plain_input
 from lobs.errors import LobsError, ProcessGroupError
 from lobs.layers import Layer, watching
-from lobs.layers.discovery import has_recurrent
 from lobs.layers.hooks import Handle
 from lobs.layers.recurrent_forward import step_by_step
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
@@ -390,10 +389,11 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
     """Disable fused kernels, which have no forward derivative, and torch's warnings."""
+    recurrent = any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in model.modules())
     with (
         watching([Handle.of()]),
         sdpa_kernel(SDPBackend.MATH),
-        step_by_step() if has_recurrent(model) else nullcontext(),
+        step_by_step() if recurrent else nullcontext(),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", r".*torch\.jit\.script", DeprecationWarning)

@@ -48,7 +48,7 @@ _TRIAL_SAMPLES = 64  # to find out whether the network can be differentiated
 _PATIENCE = 2  # steps that may win less than _WORTH of the distance before the refit ends
 _WORTH = 0.002
 _ASTRAY = 0.1  # share of the least distance by which a step may lead away; then the refit ends
-_FEWEST_OUTPUTS = 0.005  # for every free weight; fewer do not show where it should go
+_FEWEST_OUTPUTS = 0.005  # for every free weight; fewer do not determine them
 
 
 @dataclass(frozen=True)
