@@ -270,6 +270,13 @@ class Pattern:
         """Whether whole experts leave the network, which comes back smaller."""
         return False
 
+    def span(self, columns: int, positions: int) -> int | None:
+        """Return within how many consecutive columns a kept weight may change its place.
+
+        None where no single weight may.
+        """
+        return None
+
     def count(self, n: int) -> int:
         """Return how many of `n` parts go."""
         raise NotImplementedError
@@ -325,6 +332,11 @@ class NByM(Pattern):
                     f"NByM{where} is {n:g}:{self.m}: it keeps n of every m weights, whole numbers, "
                     "0 ≤ n ≤ m."
                 )
+
+    def span(self, columns: int, positions: int) -> int | None:
+        """Return the size of a group, where groups lie side by side."""
+        whole = columns % self.m == 0 and (self.along == "columns" or positions == 1)
+        return self.m if whole else None
 
     def groups(self, columns: int, positions: int = 1) -> list[int]:
         """Return the group of each column; `positions` consecutive columns form a channel."""

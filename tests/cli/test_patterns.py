@@ -98,7 +98,7 @@ def test_batch_norm_can_be_left_alone(folder):
             "--seconds limits the local search of --solver auto",
         ),
         (("--block", "4", "--keep", "0.5"), "ROWSxCOLUMNS"),
-        (("--structured", "rows", "--keep", "0.5"), "use 'units' or 'inputs'"),
+        (("--structured", "rows", "--keep", "0.5"), "use 'units', 'inputs' or 'experts'"),
         (("--structured", "units", "--epsilon", "0.5"), "goes with --keep or --sparsity"),
         (("--structured", "units", "--block", "1x4", "--keep", "0.5"), "give one of"),
         (("--pattern", "2:4", "--scope", "network"), "each layer's own"),

@@ -109,13 +109,13 @@ def test_what_is_random_or_unknown_has_no_constant():
         (operator.mul, (other,), {}),
         (F.leaky_relu, (other,), {}),
         (F.max_pool2d, (other,), {}),
-        (F.adaptive_max_pool2d, (2,), {}),
+        (F.adaptive_max_pool2d, (other,), {}),
         (F.avg_pool2d, (other,), {}),
     ):
         step = Step(by_call[call], None, call, args, kwargs)
         assert _gain(step, torch.Size((1, 1, 4, 4))) is None, call
     assert step_of(graph.call_function(torch.erf, (other,)), None) is None
-    assert step_of(graph.call_module("x", (other,)), nn.Mish()) is None
+    assert step_of(graph.call_module("x", (other,)), nn.CELU()) is None
 
 
 @pytest.mark.parametrize(

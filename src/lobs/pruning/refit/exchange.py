@@ -22,7 +22,7 @@ from lobs._system.distributed import process_group
 from lobs.layers import Layer
 from lobs.solvers import Auto
 from lobs.solvers.problem import Solver
-from lobs.targets import NByM, Sparsity, Target
+from lobs.targets import Pattern, Sparsity, Target
 
 _SHARE = 0.06  # of a layer's kept weights that change places, at most
 _MARGIN = 3.0  # times its cost that an exchange must win
@@ -110,13 +110,9 @@ def exchange_in(
 
 def _span(target: Target | None, layer: Layer) -> int | None:
     """Return within how many columns a weight may change its place; 0: all; None: not at all."""
-    match target:
-        case Sparsity():
-            return 0
-        case NByM(m=m, along=along):
-            whole = layer.columns % m == 0 and (along == "columns" or layer.positions == 1)
-            return m if whole else None
-    return None
+    if isinstance(target, Sparsity):
+        return 0
+    return target.span(layer.columns, layer.positions) if isinstance(target, Pattern) else None
 
 
 def _exchanged(kept: Tensor, gain: Tensor, cost: Tensor, span: int) -> Tensor:
