@@ -18,6 +18,7 @@ from torch import nn
 import lobs
 from lobs.certificate.bound import Certificate
 from lobs.errors import FileError, LobsError
+from lobs.pruning import summary
 from lobs.report import (
     Run,
     figures,
@@ -582,9 +583,8 @@ def test_without_a_test_the_headline_says_how_often_both_networks_agree(page):
     alone = Run("alone", one.pruning)
     certificate = one.pruning.certificate
     change = words.percent(certificate.measured / certificate.output_norm)
-    stay = words.percent(certificate.certified)
     said = f"The output changed by {change} on the calibration samples"
-    assert f"{said}; {stay} of their answers provably stay." in lede(page([alone]))
+    assert f"{said}; {summary.stay(certificate.certified)}." in lede(page([alone]))
 
 
 def test_a_compact_files_size_is_what_a_compact_file_takes(tmp_path):
