@@ -76,7 +76,7 @@ def test_it_is_shown_stored_and_recomputed(tmp_path):
             same = (model(data).argmax(1) == result.model(data).argmax(1)).double().mean()
             assert 0.3 < share <= float(same)
     text = result.summary()
-    assert "of their answers provably stay" in text
+    assert "of the answers provably stay" in text
     assert text.splitlines()[1] == f"{found.guarantee}."
     assert "provably stay" in result.report(tmp_path / "r.html").read_text()
     saved = lobs.load(result.save(tmp_path / "x.safetensors"))

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import lobs
 from lobs.calibration.experts import superfluous
+from lobs.certificate import verify_masks
 from lobs.errors import TargetError
 from lobs.layers.mixtures import mixtures
 from tests.architectures import hugging_face
@@ -213,3 +214,10 @@ def test_a_language_model_loads_again_with_fewer_experts(name, tmp_path):
         == result.kept + sum(p.numel() for p in model.parameters()) - result.total
     )
     assert torch.equal(outputs(small, held_out), repaired)
+
+
+def test_the_file_of_a_network_with_fewer_experts_is_verified(tmp_path):
+    result = lobs.prune(network(), data(), lobs.Structured(0.5, what="experts"), progress=False)
+    saved = lobs.load(result.save(tmp_path / "x.safetensors"))
+    assert len(result.layers) == 2
+    assert all(finding.holds for finding in verify_masks(saved))

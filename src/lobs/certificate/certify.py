@@ -145,11 +145,18 @@ def certificate(
     try:
         if comparison.output is None or not comparison.steady:
             raise lipschitz.NotAChainError("the batches were others when they were read again")
+        if comparison.samples != calibration.samples:
+            raise lipschitz.NotAChainError(
+                f"the networks were compared on {comparison.samples:,} of "
+                f"{calibration.samples:,} inputs, which is enough to measure the change"
+            )
         links = links_of(comparison, calibration, errors, dense_gains, absorbed)
         found = bound.compose(links)
     except lipschitz.NotAChainError as error:
         found = bound.refuse(str(error))
     gains = None if links is None else gains_of(comparison, links, errors, calibration.example)
+    if any(process_group().all_gather(gains is None)):  # what follows must be alike in all
+        gains = None
     return beside(found, comparison, held_out, gains, calibration.example)
 
 
@@ -169,10 +176,10 @@ def beside(
         gains: factors from layers to the output that hold for every sample; None without them.
         example: one sample.
     """
+    given = any(process_group().all_gather(held_out is not None))
+    shared = () if held_out is None else held_out  # of one process, which may have none
     other, guarantee = (
-        (None, None)
-        if held_out is None
-        else _held_out(comparison.like(gains or ()), held_out, example)
+        _held_out(comparison.like(gains or ()), shared, example) if given else (None, None)
     )
     return replace(
         found,

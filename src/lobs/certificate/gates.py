@@ -114,7 +114,8 @@ class Limits:
         if own is None:
             return None
         if step.kind in _WITHIN or (step.kind is Kind.DROPOUT and step.is_identity):
-            return None if step.settings.get("divisor_override") is not None else own
+            outside = step.settings.get("mode") == "bicubic"  # which overshoots
+            return None if outside or step.settings.get("divisor_override") is not None else own
         if step.kind is Kind.ELEMENTWISE and step.gain is not None and step.fixed:
             at_zero = float(step.apply(torch.zeros(1)).abs())
             return at_zero + step.gain * own
@@ -174,8 +175,9 @@ def _all_known(limits: list[float | None]) -> bool:
 
 def _writes(node: fx.Node, step: Step | None) -> bool:
     """Return whether a step may write into memory that earlier steps share."""
-    named = isinstance(node.target, str) and node.op == "call_method"
-    method = named and str(node.target).endswith("_") and not str(node.target).startswith("__")
+    called = node.op in ("call_method", "call_function")
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    method = called and name.endswith("_") and not name.startswith("__")
     flags: Mapping[str, Any] = node.kwargs
     return bool(
         method

@@ -267,6 +267,7 @@ def _settings(session: Session, run: Run, trials: list[Trial], calibrated: float
     settings: dict[str, Any] = {
         "samples": session.calibration.samples,
         "measured samples": run.compare().samples,
+        "measured every": run.measured_every,
         "calibration seconds": round(calibrated, 2),
         "target": repr(asked.target),
         "solver": repr(asked.solver),

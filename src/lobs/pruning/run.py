@@ -153,15 +153,20 @@ class Run:
 
         For a large network, whose passes are dear, it is measured on a few hundred inputs.
         """
-        session, every = self.session, 1
-        if self.comparison is None and isinstance(self.refit, BlockRefits):
-            seen = session.calibration
-            fewest = min((seen.count(x.name) for x in session.layers if not x.routed), default=0)
-            every = max(1, min(seen.samples // _MEASURED_SAMPLES, fewest // _MEASURED_VECTORS))
         if self.comparison is None:
-            some = session.batches if every == 1 else Every(guarded(session.batches), every)
+            every, batches = self.measured_every, self.session.batches
+            some = batches if every == 1 else Every(guarded(batches), every)
             self.comparison = self._new_comparison(every > 1).over(some)
         return self.comparison
+
+    @property
+    def measured_every(self) -> int:
+        """Return which batches are compared: one in so many of a network refitted by blocks."""
+        if not isinstance(self.refit, BlockRefits) or process_group().size > 1:
+            return 1
+        session, seen = self.session, self.session.calibration
+        fewest = min((seen.count(x.name) for x in session.layers if not x.routed), default=0)
+        return max(1, min(seen.samples // _MEASURED_SAMPLES, fewest // _MEASURED_VECTORS))
 
     def certify(self, held_out: Iterable[Any] | None) -> Certificate:
         """Return the bound beside the measured distance.

@@ -137,8 +137,11 @@ def _change(result: PruningRecord) -> str:
     samples = result.settings.get("measured samples", result.settings.get("samples"))
     unit = "root mean square" if found.output_norm is None else "of the output's norm"
     unit += f", {samples:,} calibration samples" if samples else ""
-    stays = "" if not found.certified else f"; {stay(found.certified)}"
-    line = f"Output change: {', '.join(parts) or 'not measured'} ({unit}){stays}."
+    line = f"Output change: {', '.join(parts) or 'not measured'} ({unit})."
+    if found.certified:
+        line += f" {stay(found.certified)} on calibration samples."
+    if found.certified_held_out:
+        line += f" {stay(found.certified_held_out)} on held-out inputs."
     if found.bound is not None or found.guarantee is not None:
         return line
     return f"{line} No bound: {found.reason}."
@@ -148,9 +151,9 @@ def stay(certified: float) -> str:
     """Return the share of certified answers in words, rounded down.
 
     >>> stay(0.98765)
-    '98.7 % of their answers provably stay'
+    '98.7 % of the answers provably stay'
     """
-    return f"{math.floor(1000 * certified) / 10:g} % of their answers provably stay"
+    return f"{math.floor(1000 * certified) / 10:g} % of the answers provably stay"
 
 
 def _speed(time: Mapping[str, Any]) -> str:

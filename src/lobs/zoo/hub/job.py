@@ -143,6 +143,8 @@ class Job:
         return Done(found.layers, found.dense, {**found.settings, **how})
 
     def _in_memory(self, why: str) -> Done:
+        if isinstance(self.target, Pattern) and self.target.takes_experts:
+            self.target.check_layer("", 1, 1, 1)  # which says what to call
         model = self.source.load()
         cache = self.source.set_cache(model, False)
         skip = self.options.get("skip", ())
@@ -154,7 +156,7 @@ class Job:
             model,
             calibrate,
             self.target if convolutional else self._layerwise(),
-            held_out=held_out or None,
+            held_out=held_out if self.read.held_out else None,  # a process's share may be empty
             inplace=True,
             progress=self.progress,
             **options,
