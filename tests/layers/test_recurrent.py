@@ -174,3 +174,20 @@ def test_a_recurrent_module_with_its_own_forward_is_refused_and_parametrised_one
     with pytest.warns(UserWarning, match="folded"):
         result = lobs.prune(model, [batch(64)], keep=0.5, refit="layers", progress=False)
     assert "read.weight_hh_l0" in result.masks
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.up, self.head = nn.LSTM(6, 8), nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.up(self.rnn(x)[0][-1]).relu())
+
+
+def test_units_do_not_leave_recurrent_layers_and_the_result_says_so():
+    result = lobs.prune(
+        Classifier().eval(), [torch.randn(5, 40, 6)], lobs.Structured(0.5), progress=False
+    )
+    assert not any(name.startswith("rnn") for name in result.masks)
+    assert "units cannot leave recurrent layers" in result.summary()

@@ -25,7 +25,7 @@ DenseArgument = Annotated[
 TasksOption = Annotated[
     str | None,
     typer.Option(
-        help="Tasks of EleutherAI's harness, such as arc_easy,piqa: pip install 'lobs[lm-eval]'.",
+        help="Tasks of EleutherAI's harness, such as arc_easy,piqa: pip install 'lobs\\[lm-eval]'.",
         metavar="NAMES",
         rich_help_panel=DATA,
     ),

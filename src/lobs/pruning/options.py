@@ -16,6 +16,7 @@ from lobs._system import memory as memory_limit
 from lobs.calibration.forward import learn
 from lobs.errors import LobsError
 from lobs.layers import Layer, find_layers
+from lobs.layers.recurrent import RecurrentLayer
 from lobs.pruning import feasibility
 from lobs.pruning.feasibility import left_dense
 from lobs.pruning.refit.joint import WORK, Refit
@@ -144,7 +145,7 @@ class Options:
 
     def looked_up_again(self, model: nn.Module) -> Options:
         """Return the options with the layers that the network is known to have by now."""
-        found, left = find_layers(model, *self.choice), left_dense(model, *self.choice)
+        found, left = _found(model, self.choice, self.target)
         feasibility.check(self.target, model, found, self.numerics.prune_bias)
         return replace(self, layers=tuple(found), left=left)
 
@@ -212,7 +213,7 @@ def checked(
         raise LobsError("prune_bias does not go with patterns, which are made of weights.")
     learn(model, batches)
     choice = given.get("layers"), given.get("skip", ())
-    found, left = find_layers(model, *choice), left_dense(model, *choice)
+    found, left = _found(model, choice, target)
     feasibility.check_named(target, left)
     feasibility.check(target, model, found, numerics.prune_bias)
     solver = as_solver(given.get("solver", "auto"))
@@ -221,6 +222,23 @@ def checked(
     return Options(
         target, solver, inputs, refit, work, tuple(found), numerics, execution, choice, left
     )
+
+
+def _found(
+    model: nn.Module, choice: tuple[Any, Any], target: Target
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the layers to prune, and why others stay dense, by name.
+
+    Args:
+        model: the network.
+        choice: the options `layers` and `skip`.
+        target: what is wanted; no units leave recurrent layers, unless these are named.
+    """
+    found, left = find_layers(model, *choice), dict(left_dense(model, *choice))
+    if isinstance(target, Pattern) and target.coupled and target.table is None and not choice[0]:
+        gated = [layer.name for layer in found if isinstance(layer, RecurrentLayer)]
+        left |= dict.fromkeys(gated, "units cannot leave recurrent layers")
+    return [layer for layer in found if layer.name not in left], left
 
 
 def check_model(model: Any) -> None:
