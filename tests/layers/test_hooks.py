@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -80,3 +81,26 @@ def test_a_gradient_hook_replaces_the_gradient():
     (weight * 2).sum().backward()
     handle.remove()
     assert not weight.grad.any()
+
+
+class Captures(nn.Module):
+    """Places a hook with its first pass and remembers so, as transformers' networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        if not getattr(self, "placed", False):
+            self.fc.register_forward_hook(lambda _m, _x, out: out + 1.0)
+            self.placed = True
+        return self.head(self.fc(x).relu())
+
+
+def test_hooks_that_a_network_places_in_a_pass_are_not_placed_again_in_the_next():
+    model, batches = Captures().eval(), [torch.randn(8, 4) for _ in range(4)]
+    wanted = copy.deepcopy(model)(batches[0])
+    result = lobs.prune(model, batches, keep=1.0, progress=False)
+    assert len(model.fc._forward_hooks) <= 1
+    assert torch.equal(model(batches[0]), wanted)
+    assert torch.equal(result.model(batches[0]), wanted)

@@ -28,16 +28,18 @@ _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 _DEEPEST = 3  # levels of containers within containers
 _LARGEST = 10_000  # items; larger containers are tables of data, not caches
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # what every module has: hooks, parameters
+_HOOKS = tuple(sorted(name for name in _OWN if "forward" in name and "hooks" in name))
 
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """A module's attributes and buffers, and the contents of its containers."""
+    """A module's attributes and buffers, the contents of its containers, and its hooks' keys."""
 
     module: nn.Module
     attributes: dict[str, Any]
     buffers: dict[str, Any]
     contents: list[tuple[Any, Any]]
+    hooks: list[frozenset[int]]
 
     @classmethod
     def of(cls, module: nn.Module) -> _Before:
@@ -46,7 +48,8 @@ class _Before:
         for key, value in own.items():
             if type(value) in _CONTAINERS and key not in _OWN:
                 _note(value, contents)
-        return cls(module, dict(own), dict(module._buffers), contents)
+        hooks = [frozenset(own.get(name, ())) for name in _HOOKS]
+        return cls(module, dict(own), dict(module._buffers), contents, hooks)
 
     def restore(self) -> bool:
         """Restore everything that differs; return whether an attribute or a buffer did."""
@@ -63,6 +66,10 @@ class _Before:
             if not _same_items(container, items):
                 container.clear()
                 container.extend(items) if isinstance(container, list) else container.update(items)
+        for name, keys in zip(_HOOKS, self.hooks, strict=True):
+            placed = vars(self.module).get(name, {})
+            for key in [key for key in placed if key not in keys]:
+                del placed[key]  # else it would be placed again, once for every pass
         return changed
 
 
