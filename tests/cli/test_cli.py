@@ -64,10 +64,11 @@ number = 3
 
 
 def run(*args, cwd=None):
-    """The command in a process of its own, as a user runs it."""
+    """The command in a process of its own, as a user runs it: with buffered output."""
     done = subprocess.run(
         [sys.executable, "-m", "lobs", *map(str, args)],
         cwd=cwd,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
         capture_output=True,
         text=True,
         timeout=300,

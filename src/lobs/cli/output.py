@@ -34,6 +34,7 @@ def print_json(document: Any) -> None:
     """Write JSON to standard output; NaN and infinity, which JSON lacks, become null."""
     stream = output or sys.stdout
     stream.write(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n")
+    stream.flush()  # at its end the process flushes only what `sys.stdout` is then
 
 
 def print_table(
