@@ -12,12 +12,11 @@ network. Which one is better is read off the test images, so the choice favours 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import io
 import json
-import os
 import re
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -250,13 +249,12 @@ def with_output(text: str) -> str:
     pattern = r"(```python\n(.*?)```\n\n```text\n).*?(```)"
     found = re.search(pattern, text, flags=re.S)
     assert found, "README.md has no Python block followed by a text block"
-    printed = io.StringIO()
-    home = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
-        os.chdir(folder)
-        exec(compile(found[2], "README.md", "exec"), {})
-        os.chdir(home)
-    lines = "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
+    # In a process of its own, whose memory is that of these lines.
+    with tempfile.TemporaryDirectory() as folder:
+        printed = subprocess.run(
+            [sys.executable, "-c", found[2]], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout
+    lines = "\n".join(line.rstrip() for line in printed.strip().splitlines())
     return text[: found.start()] + found[1] + lines + "\n" + found[3] + text[found.end() :]
 
 
