@@ -10,16 +10,13 @@ and the columns are those of `benchmarks.resnet50`.
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from pathlib import Path
 
 import torch
 from tests.architectures.extras import extra
 from torch import nn
 
-from benchmarks.resnet50 import HOW, compare
-from lobs.zoo.datasets import imagenet
+from benchmarks.resnet50 import asked, compare, loaded
 
 
 def network(weights: Path) -> nn.Module:
@@ -40,23 +37,8 @@ def _tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("weights", type=Path)
-    parser.add_argument("train", type=Path)
-    parser.add_argument("validation", type=Path)
-    parser.add_argument("--keep", type=float, nargs="*", default=[0.5])
-    parser.add_argument("--images", type=int, default=500)
-    parser.add_argument("--judges", type=int, default=1000)
-    parser.add_argument("--refit", nargs="*", choices=HOW, default=["default"])
-    given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    images = imagenet.load("train", given.train, scaling="lite", batch_size=25, limit=given.images)
-    judges = imagenet.load(
-        "val", given.validation, scaling="lite", batch_size=25, limit=given.judges
-    )
-    compare(network(given.weights), images, judges, given.keep, given.refit)
+    given = asked(__doc__, [0.5], images=500, judges=1000)
+    compare(network(given.weights), *loaded(given, "lite"), given.keep, given.refit)
 
 
 if __name__ == "__main__":

@@ -40,25 +40,43 @@ def right(model: nn.Module, images: imagenet.ImageNet) -> list[bool]:
     return [bool(answer) for x, y in images for answer in (model(x).argmax(dim=1) == y)]
 
 
-def main() -> None:
+def asked(
+    description: str | None, keep: list[float], images: int, judges: int
+) -> argparse.Namespace:
+    """Read the command line.
+
+    Args:
+        description: what `--help` says.
+        keep: the budgets by default.
+        images: number of calibration images by default.
+        judges: number of judging images by default.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("weights", type=Path)
     parser.add_argument("train", type=Path)
     parser.add_argument("validation", type=Path)
-    parser.add_argument("--keep", type=float, nargs="*", default=[0.5, 0.3, 0.25, 0.1])
-    parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--judges", type=int, default=3000)
+    parser.add_argument("--keep", type=float, nargs="*", default=keep)
+    parser.add_argument("--images", type=int, default=images)
+    parser.add_argument("--judges", type=int, default=judges)
     parser.add_argument("--refit", nargs="*", choices=HOW, default=["default"])
-    given = parser.parse_args()
     warnings.simplefilter("ignore")
-    model = zoo.trained("resnet50-v1", given.weights).eval()
-    images = imagenet.load("train", given.train, scaling="caffe", batch_size=25, limit=given.images)
-    judges = imagenet.load(
-        "val", given.validation, scaling="caffe", batch_size=25, limit=given.judges
+    return parser.parse_args()
+
+
+def loaded(given: argparse.Namespace, scaling: Any) -> tuple[imagenet.ImageNet, imagenet.ImageNet]:
+    """Return the images that calibrate and those that judge."""
+    return (
+        imagenet.load("train", given.train, scaling=scaling, batch_size=25, limit=given.images),
+        imagenet.load("val", given.validation, scaling=scaling, batch_size=25, limit=given.judges),
     )
-    compare(model, images, judges, given.keep, given.refit)
+
+
+def main() -> None:
+    given = asked(__doc__, [0.5, 0.3, 0.25, 0.1], images=1000, judges=3000)
+    model = zoo.trained("resnet50-v1", given.weights).eval()
+    compare(model, *loaded(given, "caffe"), given.keep, given.refit)
 
 
 def compare(

@@ -114,8 +114,8 @@ class Limits:
         if own is None:
             return None
         if step.kind in _WITHIN or (step.kind is Kind.DROPOUT and step.is_identity):
-            outside = step.settings.get("mode") == "bicubic"  # which overshoots
-            return None if outside or step.settings.get("divisor_override") is not None else own
+            scaled = step.settings.get("divisor_override") is not None
+            return own if even(step) and not scaled else None
         if step.kind is Kind.ELEMENTWISE and step.gain is not None and step.fixed:
             at_zero = float(step.apply(torch.zeros(1)).abs())
             return at_zero + step.gain * own
@@ -171,6 +171,11 @@ class Limits:
 def _all_known(limits: list[float | None]) -> bool:
     """Return whether there are limits, and none is missing."""
     return bool(limits) and all(limit is not None for limit in limits)
+
+
+def even(step: Step) -> bool:
+    """Return whether no output of an upsampling has a negative share of an input."""
+    return step.settings.get("mode") != "bicubic"
 
 
 def _writes(node: fx.Node, step: Step | None) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from lobs.calibration.forward import call, evaluating, main_output
 from lobs.certificate.bound import Link
-from lobs.certificate.gates import PARTS, STACKS, VIEWS, Limits
+from lobs.certificate.gates import PARTS, STACKS, VIEWS, Limits, even
 from lobs.layers import (
     Conv1dLayer,
     Conv2dLayer,
@@ -266,7 +266,7 @@ def _gain(step: Step, shape: torch.Size) -> float | None:
         case Kind.AVERAGE_POOL:
             return _averaging(step.apply, shape) if step.fixed else None
         case Kind.SPREAD:
-            return _averaging(step.apply, shape) if step.fixed and _even(step) else None
+            return _averaging(step.apply, shape) if step.fixed and even(step) else None
         case Kind.MEAN:
             return 1.0 if step.fixed else None  # no mean is longer than what it is taken of
         case Kind.BATCH_NORM:
@@ -282,11 +282,6 @@ def _averaging(mean: Callable[[Tensor], Tensor], shape: torch.Size) -> float:
     shape = torch.Size((1, *shape[1:]))
     rows = float(mean(torch.ones(shape)).max())
     return math.sqrt(rows * float(_column_sums(mean, shape).max()))
-
-
-def _even(step: Step) -> bool:
-    """Return whether no output of an upsampling has a negative share of an input."""
-    return step.settings.get("mode") != "bicubic"
 
 
 def _batch_norm(norm: Any) -> float | None:

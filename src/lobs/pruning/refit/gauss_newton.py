@@ -24,7 +24,7 @@ from lobs.calibration.forward import batch_size, call, main_output, plain_input
 from lobs.errors import LobsError, ProcessGroupError
 from lobs.layers import Layer, watching
 from lobs.layers.hooks import Handle
-from lobs.layers.recurrent_forward import step_by_step
+from lobs.layers.recurrent_forward import RECURRENT, step_by_step
 from lobs.pruning.refit.preconditioner import Preconditioner, Vector, affordable
 from lobs.solvers.least_squares import conjugate_gradients
 
@@ -389,7 +389,7 @@ def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
     """Disable fused kernels, which have no forward derivative, and torch's warnings."""
-    recurrent = any(isinstance(m, nn.RNNBase | nn.RNNCellBase) for m in model.modules())
+    recurrent = any(isinstance(m, RECURRENT) for m in model.modules())
     with (
         watching([Handle.of()]),
         sdpa_kernel(SDPBackend.MATH),
