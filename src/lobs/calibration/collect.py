@@ -6,7 +6,7 @@ also when the model raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from lobs.calibration.forward import (
     fitted,
     length,
     main_output,
+    masks_of,
     unpadded,
 )
 from lobs.calibration.moments import Moments
@@ -90,6 +91,7 @@ def collect_moments(
     counts_only: bool = False,
     required: bool = True,
     enough: int | None = None,
+    every: int = 1,
 ) -> Calibration:
     """Stream the second moment of every prunable layer's input in one pass over `batches`.
 
@@ -107,6 +109,9 @@ def collect_moments(
         required: refuse data that never reach a layer; else the layer is missing in the result.
         enough: vectors for every column that suffice. Of images that give more, only some positions
             are summed.
+        every: run one batch in so many, and each whose form differs from the last one's. The others
+            are counted as that one. Layers that such a batch does not reach are counted all the
+            same.
     """
     batches = fitted(model, batches, again=False)
     chosen, run_store = _as_layers(model, layers), run_store or RunStore()
@@ -114,7 +119,7 @@ def collect_moments(
     if complete:
         return stored
     state = _State(stored)
-    many = length(batches) or 1
+    many = -(-(length(batches) or 1) // every)
     observations = (
         layer.on_input(partial(_count, layer, state, counts_only, (enough, many)))
         for layer in chosen
@@ -129,7 +134,8 @@ def collect_moments(
         for index, batch in enumerate(batches):
             if index < stored.batches:
                 continue
-            state.add(index, batch, main_output(call(model, batch)))
+            if index % every == 0 or not state.repeated(batch, chosen):
+                state.add(index, batch, main_output(call(model, batch)))
             advance(1)
             if run_store.due:
                 run_store.write(key, *_packed(state.calibration(), complete=False))
@@ -146,6 +152,25 @@ class _State:
         self.moments, self.shapes = dict(stored.moments), set(stored.shapes)
         self.samples, self.example = stored.samples, stored.example
         self.outputs = list(stored.outputs[0])
+        self.form: Hashable = None  # of the last batch that was run
+        self.each: dict[str, int] = {}  # vectors of the last batch that was run
+        self.counts = {n: m.count + m.left_out for n, m in self.moments.items()}  # of all batches
+
+    def repeated(self, batch: Any, layers: Sequence[Layer]) -> bool:
+        """Count a batch as the one before it, if it has its form and that one reached all layers.
+
+        Experts get other numbers of tokens in every batch, and so do layers of padded batches.
+        """
+        form = _form(batch)
+        if form is None or form != self.form or masks_of(batch):
+            return False
+        if any(layer.routed or not self.each.get(layer.name) for layer in layers):
+            return False
+        for name, vectors in self.each.items():
+            self.moments[name].left_out += vectors
+        self.outputs.append(self.outputs[-1])
+        self._note(batch)
+        return True
 
     def add(self, index: int, batch: Any, out: Tensor | None) -> None:
         """Count a batch that has been run; refuse it if a layer's input was not finite."""
@@ -156,10 +181,16 @@ class _State:
                 f"layer '{bad[0]}': NaN or infinite input in batch {index}, or one whose square "
                 "is beyond float64. Check the data and the network on that batch."
             )
-        self.samples += batch_size(batch)
+        self.form, before = _form(batch), self.counts
+        self._note(batch)
+        self.each = {name: n - before.get(name, 0) for name, n in self.counts.items()}
         sample = _first_sample(batch)
         self.example = sample if self.example is None else self.example
         self.shapes |= set() if sample is None else {tuple(sample.shape)}
+
+    def _note(self, batch: Any) -> None:
+        self.samples += batch_size(batch)
+        self.counts = {n: m.count + m.left_out for n, m in self.moments.items()}
 
     def calibration(self) -> Calibration:
         """Return the calibration so far."""
@@ -305,6 +336,18 @@ def _as_layers(
     if listed and all(isinstance(x, Layer) for x in listed):
         return [x for x in listed if isinstance(x, Layer)]
     return find_layers(model, [x for x in listed if isinstance(x, str)])
+
+
+def _form(batch: Any) -> Hashable:
+    """Return the shapes and plain values of a batch; None where it holds anything else."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape), batch.dtype
+    if isinstance(batch, Mapping):
+        batch = tuple((str(name), part) for name, part in batch.items())
+    if isinstance(batch, tuple | list):
+        parts = tuple(map(_form, batch))
+        return None if None in parts else parts
+    return (type(batch), batch) if isinstance(batch, str | int | float | bool) else None
 
 
 def _first_sample(batch: Any) -> Tensor | None:

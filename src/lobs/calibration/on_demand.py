@@ -77,6 +77,7 @@ def gathered(
     room: float | None,
     *,
     key: str = "calibration",
+    every: int = 1,
 ) -> Gathered:
     """Count samples and vectors in one pass, and leave the moments for later.
 
@@ -89,9 +90,17 @@ def gathered(
         run_store: where finished passes are kept.
         room: bytes for the moments of one pass; None for no limit.
         key: the name of the counting pass in the run store.
+        every: run one batch in so many, as `collect_moments` does.
     """
     seen = collect_moments(
-        model, batches, layers, run_store=run_store, key=key, counts_only=True, required=False
+        model,
+        batches,
+        layers,
+        run_store=run_store,
+        key=key,
+        counts_only=True,
+        required=False,
+        every=every,
     )
     known = {f.name: getattr(seen, f.name) for f in fields(Calibration)}
     return Gathered(

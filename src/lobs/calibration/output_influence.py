@@ -31,7 +31,7 @@ from lobs.calibration.forward import (
 from lobs.errors import CalibrationError
 from lobs.layers import Layer, watching
 
-INFLUENCE_SAMPLES = 96  # of a large network, about; its output influence varies little
+INFLUENCE_SAMPLES = 64  # of a large network, about; its output influence varies little
 
 
 def output_influence(

@@ -28,6 +28,7 @@ from lobs.pruning.refit.blocks import WORK_BYTES, BlockRefit, refit_block
 from lobs.pruning.refit.exchange import exchange_in
 from lobs.pruning.result import LayerResult
 from lobs.solvers import solve
+from lobs.solvers.auto import before_refit
 from lobs.solvers.checks import check_finite
 from lobs.solvers.problem import Solver
 from lobs.solvers.solution import joined
@@ -253,7 +254,9 @@ class Walk:
         if aim is not None:
             problem = asymmetric_problem(problem, *aim, kept_share(target, problem))
         with phase("solve", layer=layer.name):
-            solution = solve(problem, self.asked.solver, target)
+            solver = self.asked.solver
+            rough = before_refit(solver) if self.asked.refit == "blocks" else solver
+            solution = solve(problem, rough, target)
         done = FinishedLayer(
             solution, solution.error, time.perf_counter() - began, problem.samples or 0
         )

@@ -34,12 +34,13 @@ from lobs.pruning.refit.whole import refit_outputs
 from lobs.pruning.result import LayerResult
 from lobs.pruning.session import Session
 from lobs.solvers import Auto, ColumnSweep, solve
+from lobs.solvers.auto import before_refit
 from lobs.solvers.problem import Problem
 from lobs.solvers.solution import Solution, joined
 from lobs.targets import Sparsity, Target
 
 # Inputs of a large network, and vectors that reach each layer, on which the change is measured.
-_MEASURED_SAMPLES, _MEASURED_VECTORS = 16, 256
+_MEASURED_SAMPLES, _MEASURED_VECTORS = 16, 64
 
 Plan = Mapping[str, Target | None]
 _MASK = "mask of "  # before a parameter's name in the run store
@@ -320,16 +321,19 @@ class Run:
         return FinishedLayer.unpacked(group.broadcast_object(*done.packed()), layer.weight)
 
     def _solved(self, layer: Layer, problem: Problem) -> FinishedLayer:
-        options, target = self.session.options, self.plan[layer.name]
+        session, target = self.session, self.plan[layer.name]
+        options = session.options
         began = time.perf_counter()
         with phase("solve", layer=layer.name):
             if target is None:  # it stays as it is, to the bit
-                dense = self.session.dense(layer.name)
+                dense = session.dense(layer.name)
                 solution = replace(solve(problem, "magnitude", keep=1.0), weight=dense, error=0.0)
             else:
                 solver = options.solver
                 if self.draft and isinstance(solver, Auto) and isinstance(target, Sparsity):
                     solver = ColumnSweep(exact=False)
+                elif session.by_blocks:
+                    solver = before_refit(solver)
                 solution = solve(problem, solver, target)
         return FinishedLayer(
             solution,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
 from lobs._system.progress import track
 from lobs.calibration.collect import Calibration, collect_moments, never_reached
 from lobs.calibration.fisher import fisher_diagonal
-from lobs.calibration.forward import learn, length
+from lobs.calibration.forward import batch_size, learn, length
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
@@ -38,6 +39,7 @@ from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
 _CURVE_VECTORS = 16  # input vectors for every column that error curves of a large network need
+_CURVE_SAMPLES = 256  # inputs that error curves of a large network need
 _TINY = 1e-30  # least energy of a layer's output
 
 T = TypeVar("T")
@@ -96,6 +98,7 @@ class Session:
         where no budget is shared by error curves: then they may never be needed.
         """
         options = self.options
+        images = any(layer.positions > 1 for layer in self.layers)  # which give many windows
         late = not (options.inputs == "dense" or options.shared)
         if late or options.execution.memory is not None:
             return gathered(
@@ -105,7 +108,9 @@ class Session:
                 self.store,
                 self.pass_bytes,
                 key=self.calibration_key,
+                every=sys.maxsize if late and self._large_samples() else 1,
             )
+        large = self._large_samples()
         return collect_moments(
             self.model,
             self.batches,
@@ -113,23 +118,25 @@ class Session:
             run_store=self.store,
             key=self.calibration_key,
             required=False,
-            enough=self._enough(),
+            enough=_CURVE_VECTORS if images and large else None,
+            every=max(1, large // _CURVE_SAMPLES),
         )
 
-    def _enough(self) -> int | None:
-        """Return how many vectors for every column of a layer suffice; None: all are wanted.
+    def _large_samples(self) -> int:
+        """Return the number of samples if the network will be refitted by blocks, and else 0.
 
-        The moments of a large network serve its error curves alone, and images give many windows.
-        One batch tells whether this is such a network.
+        Then every layer's inputs are summed anew, block by block. The moments of the first pass
+        serve its error curves alone. One batch tells.
         """
         options, layers = self.options, self.layers
-        later = options.inputs != "dense" and options.refit != "layers"
-        if not later or all(layer.positions == 1 for layer in layers):
-            return None
-        first = list(islice(self.batches, 1))
+        if options.inputs == "dense" or options.refit == "layers":
+            return 0
+        first = list(islice(filter(batch_size, self.batches), 1))
+        if not first:
+            return 0
         seen = collect_moments(self.model, first, list(layers), counts_only=True, required=False)
         samples = seen.samples * (length(self.batches) or 1)
-        return None if affordable(_madds(layers, seen), samples, WORK) else _CURVE_VECTORS
+        return 0 if affordable(_madds(layers, seen), samples, WORK) else samples
 
     def leave_unreached(self) -> None:
         """Leave layers that no batch reaches as they are; refuse them where they were named."""

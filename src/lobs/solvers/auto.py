@@ -10,7 +10,7 @@ is affordable: it knows the error at every count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from lobs.solvers.admm import ADMM, first_independence
 from lobs.solvers.column_sweep import ColumnSweep
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.greedy import GreedyOBS
-from lobs.solvers.least_squares import on_support, single_precision, weighted_error
+from lobs.solvers.least_squares import near_support, on_support, single_precision, weighted_error
 from lobs.solvers.local_search import round_work, swap
 from lobs.solvers.patterns import pattern_solver
 from lobs.solvers.problem import Problem, Solver
@@ -95,11 +95,15 @@ class Auto:
             than `patience` times as long as ADMM.
         swap_seconds: time after which no further swaps and no other starts are tried. None sets
             no limit, and then results repeat.
+        swaps: exchange weights of the first support, and take the best weights on the last one.
+            Where a whole block is refitted afterwards, both win nothing (`benchmarks.blocks`).
+            Patterns do not ask.
         needs: optional `Problem` fields that must be present: none.
     """
 
     patience: float = 2.0
     swap_seconds: float | None = None
+    swaps: bool = True
     needs: frozenset[str] = field(default=frozenset(), repr=False)
 
     def seconds(self, shape: ProblemShape) -> float:
@@ -126,19 +130,19 @@ class Auto:
         count = target.count(problem.prunable)
         kept = problem.weight.numel() - count
         if _few_wide_rows(problem.shape):
-            rounds = _rounds(problem, kept, GreedyOBS().seconds(problem.shape))
+            rounds = self._rounds(problem, kept, GreedyOBS().seconds(problem.shape))
             return self._from_support(problem, rounds, GreedyOBS().path(problem).mask_at(count))[0]
         share, hard = kept / max(1, problem.weight.numel()), _replaceable(problem, count)
         start = self._first_start(problem, kept, share, hard)
-        rounds = _rounds(problem, kept, start.seconds(problem.shape))
-        first = start if rounds else ADMM()
+        rounds = self._rounds(problem, kept, start.seconds(problem.shape))
+        first = start if rounds or not self.swaps else ADMM()
         found, gained = self._from_support(problem, rounds, *first.support(problem, count))
         poor = share > POLICY.sparse and gained > POLICY.poor_gain * _weighted(problem, found)
         if self.swap_seconds is None and _agreed(problem, hard or poor):
             lossy = found.error > POLICY.lossless * found.energy
             others = self._rescues(problem, count) if _agreed(problem, lossy) else []
         elif problem.weight.numel() * problem.weight.shape[-1] <= POLICY.tiny:
-            rounds = _rounds(problem, kept, GreedyOBS().seconds(problem.shape))
+            rounds = self._rounds(problem, kept, GreedyOBS().seconds(problem.shape))
             mask = GreedyOBS().path(problem).mask_at(count)
             others = [self._from_support(problem, rounds, mask)[0]]
         else:
@@ -153,6 +157,9 @@ class Auto:
             return GreedyOBS()
         return ADMM() if problem.context.affords(ADMM().search_bytes(shape)) else ColumnSweep()
 
+    def _rounds(self, problem: Problem, kept: int, spent: float, patience: float = 1.0) -> int:
+        return _rounds(problem, kept, spent, patience) if self.swaps else 0
+
     def _first_start(self, problem: Problem, kept: int, share: float, hard: bool) -> ADMM:
         """Return ADMM, with fewer penalties where swaps cost most and still end as low."""
         easy = share > POLICY.much_kept and not hard and self.swap_seconds is None
@@ -163,7 +170,7 @@ class Auto:
     def _rescues(self, problem: Problem, count: int) -> list[Solution]:
         """Return solutions from other starts: equal energy, and the greedy where affordable."""
         kept = problem.weight.numel() - count
-        rounds = _rounds(problem, kept, 0.0, patience=POLICY.rescue_time)
+        rounds = self._rounds(problem, kept, 0.0, patience=POLICY.rescue_time)
         support = ADMM(units="energy").support(problem, count)
         found = [self._from_support(problem, rounds, *support)[0]]
         if _affordable(problem):
@@ -179,6 +186,8 @@ class Auto:
 
         Swaps start at once: least squares on the first support would cost as much as a round.
         """
+        if not (self.swaps or near is None):
+            return near_support(problem, mask, near), 0.0
         if not rounds:
             return on_support(problem, mask, near), 0.0
         done = swap(problem, mask, near, rounds=rounds, seconds=self.swap_seconds)
@@ -186,6 +195,11 @@ class Auto:
         if _agreed(problem, found.error <= POLICY.blind * found.energy):
             found = _best(problem, [found, on_support(problem, mask)])
         return found, done.gained
+
+
+def before_refit(solver: Solver) -> Solver:
+    """Return the solver of layers whose block is refitted afterwards."""
+    return replace(solver, swaps=False) if isinstance(solver, Auto) else solver
 
 
 def seconds_of(solver: Solver, shape: ProblemShape) -> float:

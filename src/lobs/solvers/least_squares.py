@@ -171,6 +171,27 @@ def on_support(problem: Problem, mask: Tensor, near: Tensor | None = None) -> So
     return finish(problem, weight, mask, damping=max(m.damping for m in problem.metrics))
 
 
+def near_support(problem: Problem, mask: Tensor, near: Tensor) -> Solution:
+    """Return good weights on a support, by conjugate gradients: they will be refitted.
+
+    Args:
+        problem: the layer problem.
+        mask: the support, in the weight's shape.
+        near: weights near the best, (groups, rows, d) in equilibrated units.
+    """
+    gram, weight = stacked(problem)
+    kept = mask.view(weight.shape)
+    found = approach_least_squares(gram, weight, kept, near.to(weight), steps=20, tolerance=1e-3)
+    parts = [
+        metric.unscaled(values.to(metric.gram), own, rows)
+        for metric, values, (own, _), rows in zip(
+            problem.metrics, found, problem.groups, kept, strict=True
+        )
+    ]
+    whole = torch.stack(parts).view(problem.weight.shape)
+    return finish(problem, whole, mask, damping=max(m.damping for m in problem.metrics))
+
+
 def _solve(
     metric: Metric, weight: Tensor, kept: Tensor, near: Tensor | None, group: ProcessGroup
 ) -> Tensor:

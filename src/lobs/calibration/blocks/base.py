@@ -24,7 +24,7 @@ from lobs.layers import Layer, watching
 KEPT_BACK = 8  # one sample in so many is held out
 IN_MEMORY = 4 * 2**30  # bytes of activations that may stay in memory
 _WORTH_A_FILE = 2**16
-ENOUGH = 64  # input vectors for every column of a layer; of images with more, some positions serve
+ENOUGH = 32  # input vectors for every column of a layer; of images with more, some positions serve
 
 LayerPair = tuple[Layer, Layer]
 Run = Callable[[], Any]
@@ -116,6 +116,11 @@ class Block(ABC):
                 step = before.spacing(self.vectors.get(before.name, 0), ENOUGH * before.columns)
                 for x, x_hat in zip(xs, xs_hat, strict=True):
                     moments[before.name].add(before, x, x_hat, step=step, start=number)
+                if not moments[before.name].pruned.finite:
+                    raise CalibrationError(
+                        f"layer '{before.name}': NaN or infinite input in batch {number}. Check "
+                        "the data and the network on that batch."
+                    )
             yield
 
 

@@ -6,7 +6,9 @@ block's inputs in the pruned network and must give what the dense block gives in
 That also takes back errors of earlier blocks. It needs no labels.
 
 One sample in eight is held out and decides what stays (`descent`). A step sees as many samples as
-its free weights need. Images give many outputs each, so a few images are enough.
+its free weights need. Images give many outputs each, so a few images are enough. Where the
+processor multiplies bfloat16 faster, steps are computed in it. Held-out samples are judged in
+float32.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ _OUTPUTS_PER_WEIGHT = 4.0  # outputs in one step for every free weight; more tea
 WORK_BYTES = 32  # of a block's weight: copy, gradient, Adam's two, step, size, exact and best
 _LEAST_ENERGY = 0.1  # of a position, relative to its row's median; a smaller one counts as this
 _FEWEST_ROWS = 4  # of one step, where there are more
+_ROUNDING = 0.02  # share of the distance that rounding to bfloat16 may change
 
 
 @dataclass(frozen=True)
@@ -174,14 +177,15 @@ class _BlockDistance:
             pieces = cut(pieces, self.rows)
         self.fit: Sequence[Piece] = [p for p in pieces if not samples[p.sample].held_out]
         self.held: Sequence[Piece] = [p for p in pieces if samples[p.sample].held_out]
+        self._half = all(group.all_gather(self._bears_half(work)))
 
     def loss(self, work: nn.Module, piece: Piece) -> Tensor:
         """See `Objective`."""
-        return self._scale * self._squared(work, piece)
+        return self._scale * self._squared(work, piece, self._half)
 
     def probe(self, work: nn.Module, piece: Piece, generator: torch.Generator) -> Tensor:
         """See `Objective`."""
-        out, goal, mask = self._outputs(work, piece)
+        out, goal, mask = self._outputs(work, piece, self._half)
         signs = random_signs(goal, generator)
         return math.sqrt(self._scale) * (_by_size(signs, goal, mask) * out).sum()
 
@@ -192,26 +196,57 @@ class _BlockDistance:
         (far,) = process_group().sum_numbers(far)
         return far / self.held_energy if self.held_energy else 0.0
 
-    def _squared(self, work: nn.Module, piece: Piece) -> Tensor:
-        out, goal, mask = self._outputs(work, piece)
+    def _squared(self, work: nn.Module, piece: Piece, half: bool = False) -> Tensor:
+        out, goal, mask = self._outputs(work, piece, half)
         far: Tensor = _by_size(out - goal, goal, mask).square().sum()
         return far
 
-    def _outputs(self, work: nn.Module, piece: Piece) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the block's output on a piece, the dense block's, and the mask of padding."""
+    def _outputs(
+        self, work: nn.Module, piece: Piece, half: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the block's output on a piece, the dense block's, and the mask of padding.
+
+        Args:
+            work: the block.
+            piece: some rows.
+            half: multiply in bfloat16.
+        """
         sample = self.samples[piece.sample]
         rows = slice(piece.rows.start, piece.rows.stop)
         x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
         arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
-        out = flowing(arguments.run(work, x.to(torch.float32, copy=True), sample.seed))
+        with torch.autocast(goal.device.type, torch.bfloat16, enabled=half):
+            out = flowing(arguments.run(work, x.to(torch.float32, copy=True), sample.seed))
         assert out is not None
+        out = out.to(torch.float32)
         mask = positions(sample.wanted, sample.masks)
         return out, goal, None if mask is None else mask[rows].to(goal.device)
+
+    @torch.no_grad()
+    def _bears_half(self, work: nn.Module) -> bool:
+        """Return whether bfloat16 is faster here, and fine enough for this block's deviation."""
+        if not self.fit or not fast_bfloat16(loaded(self.samples[0].wanted).device):
+            return False
+        try:
+            exact, rounded = (float(self._squared(work, self.fit[0], x)) for x in (False, True))
+        except Exception:  # the user's block may need one type in any way
+            return False
+        return math.isclose(exact, rounded, rel_tol=_ROUNDING)
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
         """Return whether rows are independent in one sample of every form."""
         forms = {self.samples[piece.sample].form: piece for piece in pieces}
         return all(separable(partial(self._squared, work), piece) for piece in forms.values())
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices faster in bfloat16 than in float32.
+
+    Only CPUs are asked: elsewhere nothing was measured.
+    """
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # as torch itself asks
+    known = (getattr(torch.cpu, name, None) for name in asked)
+    return device.type == "cpu" and any(ask is not None and ask() for ask in known)
 
 
 def _by_size(far: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
