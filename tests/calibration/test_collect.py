@@ -245,3 +245,48 @@ def test_half_precision_activations_are_counted_in_float32():
     torch.testing.assert_close(
         moments.moment[0, :3, :3], (x[0].double().T @ x[0].double()) / 50, rtol=1e-5, atol=1e-6
     )
+
+
+def test_batches_of_one_form_are_counted_as_the_one_that_ran():
+    torch.manual_seed(0)
+    net, ran = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), []
+    net[0].register_forward_hook(lambda *_: ran.append(1))
+    batches = [torch.randn(n, 4) for n in (5, 5, 5, 3, 3, 5, 5)]
+    whole = collect_moments(net, batches, counts_only=True)
+    assert len(ran) == 7
+    ran.clear()
+    some = collect_moments(net, batches, counts_only=True, every=100)
+    assert len(ran) == 3  # a form for the first time, or again after another one
+    assert some.samples == whole.samples == 31
+    assert some.outputs == whole.outputs
+    assert {n: some.count(n) for n in some} == {n: whole.count(n) for n in whole}
+
+
+def test_moments_of_some_batches_are_those_of_these_batches():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    batches = [torch.randn(5, 4) for _ in range(6)]
+    some = collect_moments(net, batches, every=3)
+    alone = collect_moments(net, [batches[0], batches[3]])
+    torch.testing.assert_close(some["model"].moment, alone["model"].moment)
+    assert some.samples == some.count("model") == 30
+
+
+def test_padded_batches_are_never_counted_as_others():
+    ran = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, inputs, attention_mask):
+            ran.append(1)
+            return self.linear(inputs)
+
+    mask = torch.ones(2, 3, dtype=torch.long)
+    mask[0, 2] = 0
+    batches = [{"inputs": torch.randn(2, 3, 4), "attention_mask": mask} for _ in range(4)]
+    seen = collect_moments(Net(), batches, counts_only=True, every=100)
+    assert len(ran) == 4
+    assert seen.count("linear") == 4 * 5

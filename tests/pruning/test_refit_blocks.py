@@ -555,3 +555,43 @@ def test_masks_of_a_named_solver_stay(monkeypatch):
     layers = pruned(tower(), solver="magnitude")
     for name in ("blocks.0.up.weight", "blocks.0.down.weight"):
         assert torch.equal(layers.masks[name], blocks.masks[name])
+
+
+def test_steps_in_bfloat16_end_about_as_near(monkeypatch):
+    dense, ends = tower(), []
+    for fast in (False, True):
+        monkeypatch.setattr("lobs.pruning.refit.blocks.fast_bfloat16", lambda _, fast=fast: fast)
+        ends.append(far(pruned(dense, skip="head").model, dense, "features"))
+    assert ends[0] != ends[1]  # so both ways were taken
+    assert ends[1] < 1.2 * ends[0]
+
+
+def test_a_small_deviation_is_refitted_in_single_precision(monkeypatch):
+    # bfloat16 has three digits: it would drown what a block loses with 97 % of its weights.
+    ends = []
+    for fast in (False, True):
+        monkeypatch.setattr("lobs.pruning.refit.blocks.fast_bfloat16", lambda _, fast=fast: fast)
+        ends.append(pruned(tower(), keep=0.97).model.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*(x.values() for x in ends), strict=True))
+
+
+def test_a_block_that_needs_one_type_is_refitted_in_it(monkeypatch):
+    class Strict(Part):
+        def forward(self, x):
+            hidden = torch.relu(self.up(self.norm(x)))
+            if hidden.dtype != torch.float32:
+                raise TypeError("float32 only")
+            return x + self.down(hidden)
+
+    dense = tower()
+    dense.blocks = nn.ModuleList(Strict() for _ in range(3))
+    monkeypatch.setattr("lobs.pruning.refit.blocks.fast_bfloat16", lambda _: True)
+    assert pruned(dense.eval()).settings["refit"].startswith("block by block")
+
+
+def test_a_refitted_network_names_the_layer_and_batch_of_a_nan(monkeypatch):
+    monkeypatch.setattr("lobs.pruning.session.affordable", lambda *_: False)
+    batches = data()
+    batches[5][3, 2] = torch.nan
+    with pytest.raises(lobs.LobsError, match=r"layer '.*': NaN or infinite input in batch 5"):
+        pruned(tower(), batches)

@@ -25,7 +25,7 @@ from lobs.pruning.refit.gauss_newton import PASSES
 from lobs.pruning.refit.joint import WORK, Refit, affordable, effort
 from lobs.pruning.refit.split import SMALL
 from lobs.pruning.refit.whole import SCHEDULE as WHOLE
-from lobs.solvers.auto import bytes_of, seconds_of
+from lobs.solvers.auto import before_refit, bytes_of, seconds_of
 from lobs.solvers.costs import COSTS, ProblemShape
 from lobs.solvers.problem import Solver
 from lobs.targets import Sparsity, Target, for_layer
@@ -295,8 +295,9 @@ def _stages(
     if looks:
         some = min(1.0, INFLUENCE_SAMPLES / max(1, probe.samples)) if by_blocks else 1.0
         yield Stage("influence", looks, 3 * looks * some * forward)
+    last = before_refit(solver) if by_blocks and load.refit != "layers" else solver
     solving = sum(
-        seconds_of(solver, _shape(layer, asked))
+        seconds_of(last, _shape(layer, asked))
         for layer in layers
         if (asked := for_layer(load.target, layer.name)) is not None
     )

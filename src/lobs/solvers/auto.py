@@ -108,7 +108,8 @@ class Auto:
 
     def seconds(self, shape: ProblemShape) -> float:
         """Estimate the time of the start, the swaps and least squares on two cores."""
-        return search_seconds(shape)
+        plain = self.swaps or isinstance(shape.target, Pattern)
+        return search_seconds(shape) if plain else ADMM().seconds(shape)
 
     def bytes(self, shape: ProblemShape) -> int:
         """Estimate the memory of solving one layer, its moments included."""
