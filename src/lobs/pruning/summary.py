@@ -169,6 +169,26 @@ def _speed(time: Mapping[str, Any]) -> str:
     )
 
 
+# Why a trial can fail although its estimated drop is within the budget.
+LIMIT_COUNTS = (
+    "A trial passes only if the upper confidence limit of its drop is within the budget: the "
+    "estimate alone does not count."
+)
+
+
+def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the trials of a drop search, the largest network first."""
+    tried = sorted(trials, key=lambda trial: -int(trial["kept"]))
+    if any(t.get("at_most") is None for t in tried):  # the user's own score
+        scores = (f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)
+        return f"Trials: {'; '.join(scores)}."
+    drops = (
+        f"{t['kept']:,} kept, estimated drop {t['drop']:.4g}, at most {t['at_most']:.4g}"
+        for t in tried
+    )
+    return f"Trials: {'; '.join(drops)}. {LIMIT_COUNTS}"
+
+
 def _notes(result: PruningRecord) -> list[str]:
     settings = result.settings
     change = _change(result)
@@ -204,9 +224,7 @@ def _notes(result: PruningRecord) -> list[str]:
     if "time" in settings:
         lines.append(_speed(settings["time"]))
     if "trials" in settings:
-        tried = sorted(settings["trials"], key=lambda trial: -int(trial["kept"]))
-        scores = (f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)
-        lines.append(f"Trials: {'; '.join(scores)}.")
+        lines.append(_trials(settings["trials"]))
     if result.phases:
         spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
         peak = result.peak_bytes
