@@ -156,6 +156,17 @@ def stay(certified: float) -> str:
     return f"{math.floor(1000 * certified) / 10:g} % of the answers provably stay"
 
 
+def experts_left(experts: Mapping[str, Any]) -> str:
+    """Return how many experts each mixture had and has.
+
+    >>> experts_left({"before": 4, "removed": {"0.experts": [1], "1.experts": [3]}})
+    'Experts: 4 → 3 in each of 2 mixtures.'
+    """
+    before, removed = experts["before"], experts["removed"]
+    left = before - len(next(iter(removed.values())))
+    return f"Experts: {before:,} → {left:,} in each of {len(removed):,} mixtures."
+
+
 def _speed(time: Mapping[str, Any]) -> str:
     """Describe the time of one batch: dense, promised and measured."""
     dense, goal, predicted, measured = (
@@ -201,9 +212,7 @@ def _notes(result: PruningRecord) -> list[str]:
     if result.batch_norm is not None:
         lines.append(f"Batch norm: {result.batch_norm}.")
     if "experts" in settings:
-        before, removed = settings["experts"]["before"], settings["experts"]["removed"]
-        left = before - len(next(iter(removed.values())))
-        lines.append(f"Experts: {before:,} → {left:,} in each of {len(removed):,} mixtures.")
+        lines.append(experts_left(settings["experts"]))
     if "refit" in settings:
         lines.append(f"Refit: {settings['refit']}.")
     rare = settings.get("rarely used", {})
