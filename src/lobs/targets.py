@@ -124,7 +124,8 @@ class Budget(_Brief):
             summary says so where a number leaves no room for one and counts tensors alone.
         flops: operations that one input may cost in the pruned layers, two for every use of a kept
             weight.
-        drop: how far the score may fall. The smallest network within it is searched.
+        drop: how far the score may fall. The smallest network within it is searched. With
+            `evaluate` it is in the score's unit, without it a fraction: 0.005 is half a point.
         latency: seconds that the network may take for one batch on this machine, once `accelerate`
             has chosen its kernels. Layers where sparsity does not pay stay dense.
         speedup: the same, as a ratio to the dense network.

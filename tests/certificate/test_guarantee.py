@@ -20,6 +20,8 @@ from lobs.certificate.guarantee import (
     clopper_pearson,
     tightest,
 )
+from lobs.pruning.drop_search import Trial, _warn_of_failure
+from lobs.report.words import number
 
 
 def tail(hits, trials, p):
@@ -121,6 +123,35 @@ def test_a_tolerance_needs_no_labels_and_its_guarantee_is_shown_and_stored(tmp_p
         assert not wrong.holds
     page = result.report(tmp_path / "r.html").read_text()
     assert "of answers change" in page
+
+
+def test_a_trial_that_fails_by_its_limit_alone_is_explained(tmp_path):
+    model, batches = classifier()
+    result = lobs.prune(model, batches, Budget(drop=0.05), refit="layers", progress=False)
+    trials = result.settings["trials"]
+    assert any(t["drop"] <= 0.05 < t["at_most"] for t in trials)  # it looks as if it had passed
+    texts = result.summary(), result.report(tmp_path / "r.html").read_text()
+    assert all("only if the upper confidence limit of its drop is within" in text for text in texts)
+    for trial in trials:
+        drop, limit = f"{trial['drop']:.4g}", f"{trial['at_most']:.4g}"
+        assert f"kept, estimated drop {drop}, at most {limit}" in texts[0]
+        assert f"<td>{number(trial['drop'])}</td><td>{number(trial['at_most'])}</td>" in texts[1]
+
+
+def test_a_score_of_the_users_own_has_no_confidence_limit(tmp_path):
+    model, batches = classifier()
+    budget = Budget(drop=5.0, evaluate=lambda network: 0.0)
+    result = lobs.prune(model, batches, budget, refit="layers", progress=False)
+    page = result.report(tmp_path / "r.html").read_text()
+    assert "score 0 (" in result.summary()
+    assert "upper confidence limit of its drop" not in result.summary() + page
+
+
+def test_the_warning_of_a_failed_search_gives_the_limit_that_counts():
+    trials = [Trial(30, 0.97, 0.03, 0.06), Trial(20, 0.975, 0.025, 0.09)]
+    said = r"the best lost up to 0\.06 \(upper confidence limit; estimate 0\.03\) with 30 of 90"
+    with pytest.warns(lobs.NumericalWarning, match=said):
+        _warn_of_failure(trials, 0.05, 1.0, 90)
 
 
 def test_inputs_that_are_too_few_for_a_tolerance_are_refused_before_any_trial():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lobs import load
+from lobs import load, save
 from lobs.cli import app
 from lobs.errors import LobsError
 
@@ -78,6 +78,40 @@ def test_units_from_the_shell_shrink_and_open_again(folder):
     assert document["after"] == pytest.approx(document["before"], rel=1e-5)
     again = json.loads(call("eval", "small.safetensors", "--trust", "--json").output)
     assert document["after"] == pytest.approx(again["value"])
+
+
+MIXTURE = """
+from tests.pruning.test_experts import data, network
+
+def mixture():
+    model, batches = network(), data()
+    return model, batches, lambda net: sum(float(net(x).detach().norm()) for x in batches)
+"""
+
+
+def test_experts_leave_from_the_shell_and_the_file_opens_again(folder):
+    (folder / "mixed.py").write_text(MIXTURE)
+    words = "prune", "mixed:mixture", "--structured", "experts"
+    done = call(*words, "--keep", "50%", "--out", "small.safetensors", "--report", "r.html")
+    assert done.exit_code == 0 and "Experts: 6 → 3 in each of 2 mixtures." in done.output
+    assert call("verify", "small.safetensors", "--trust").exit_code == 0
+    again = json.loads(call("eval", "small.safetensors", "--trust", "--json").output)
+    assert again["value"] == pytest.approx(load("small.safetensors").record["after"])
+    assert (folder / "r.html").is_file()
+    saved = load("small.safetensors")
+    saved.record["settings"]["experts"]["removed"] = {"nowhere": [0]}
+    save(saved.state_dict, "odd.safetensors", saved.masks, saved.record)
+    with pytest.raises(LobsError, match="does not fit mixed:mixture: experts that left it"):
+        call("eval", "odd.safetensors", "--trust")
+    for more, says in (
+        (("--dry-run",), "--dry-run does not go with --structured experts"),
+        (("--memory", "2GB"), "--memory does not go with --structured experts"),
+        (("--skip", "0"), "skip does not go with what='experts'"),
+    ):
+        with pytest.raises(LobsError, match=says):
+            call(*words, "--keep", "50%", "--out", "other.safetensors", *more)
+    with pytest.raises(LobsError, match="has no experts that lobs can take out"):
+        prune("--structured", "experts", "--keep", "50%")
 
 
 def test_batch_norm_can_be_left_alone(folder):

@@ -146,6 +146,11 @@ NETWORKS = {
     "HubertModel": ("Hubert", _speech, "sound"),
     "WhisperForConditionalGeneration": ("Whisper", _whisper, "features"),
 }  # fmt: skip
+MIXTURES = {
+    "MixtralForCausalLM": (
+        "Mixtral", lambda: _decoder(num_key_value_heads=2, num_local_experts=4), "text",
+    ),
+}  # fmt: skip
 IN_THE_DEFAULT_SUITE = ("LlamaForCausalLM", "BertModel", "ViTForImageClassification")
 
 
@@ -153,7 +158,7 @@ def written(folder, architecture="LlamaForCausalLM", kind=torch.float32, shards=
     """Write a network's folder; return it."""
     import transformers
 
-    name, arguments, data = NETWORKS[architecture]
+    name, arguments, data = (NETWORKS | MIXTURES)[architecture]
     torch.manual_seed(0)
     settings = _settings(name, {**arguments(), **more})
     model = getattr(transformers, architecture)(settings).to(kind).eval()
@@ -167,7 +172,7 @@ def written(folder, architecture="LlamaForCausalLM", kind=torch.float32, shards=
 
 def data_for(architecture, folder):
     """Write calibration data and return their path."""
-    kind = NETWORKS[architecture][2]
+    kind = (NETWORKS | MIXTURES)[architecture][2]
     g = np.random.default_rng(0)
     if kind == "text":
         path = folder / "text.txt"

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import lobs
+from lobs.layers.mixtures import mixtures
 from lobs.storage.shards import Shards
 from lobs.zoo.hub import Reading
 from tests.hub.networks import (
@@ -22,6 +23,7 @@ from tests.hub.networks import (
     with_tokenizer,
     written,
 )
+from tests.hub.shell import lobs_command
 
 transformers = pytest.importorskip("transformers")
 EACH = [
@@ -268,3 +270,25 @@ def test_an_encoder_decoder_is_in_memory_and_says_so(tmp_path):
     assert result.settings["blocks"] == "in memory"
     assert any("an encoder and a decoder are two rows" in note for note in result.notes)
     assert "two rows of blocks" in result.summary()
+
+
+def test_experts_leave_a_folder_from_the_shell(tmp_path, capsys):
+    big = written(tmp_path / "big", "MixtralForCausalLM")
+    text = data_for("MixtralForCausalLM", tmp_path)
+    small, how = tmp_path / "small", ["--samples", 32, "--length", 16, "--json"]
+    said = lobs_command(
+        "prune", big, "--structured", "experts", "--keep", "75%", "--data", text, *how,
+        "--out", small, capsys=capsys,
+    )  # fmt: skip
+    record = json.loads(said)
+    assert record["settings"]["experts"]["before"] == 4
+    assert not any("experts" in name for name in record["dense"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(small)
+    assert [mixture.size for mixture in mixtures(model)] == [3, 3]
+    assert model.config.num_local_experts == 3
+    assert not lobs.hub.masks(small)  # nothing that is left is zero
+    findings = lobs.hub.verify(small)
+    assert all(finding.holds for finding in findings), findings
+    assert record["after"]["perplexity"] > 0
+    said, card = "Experts: 4 → 3 in each of 2 mixtures.", (small / "README.md").read_text()
+    assert said in record["notes"] and said in card and "Removed weights are zeros" not in card

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 from types import ModuleType
@@ -62,6 +63,20 @@ def test_words_that_only_one_network_writes_are_marked():
     assert "<mark>red</mark>" in page and "<mark>blue</mark>" in page
     assert "<b>a" not in page and "&lt;b&gt;a" in page  # a text is no markup
     assert "<mark>the</mark>" not in page and "Perplexity 2 → 3." in page
+
+
+@pytest.mark.parametrize("samples", [2, 8, 100, 101, 1000])
+def test_no_mark_of_the_chart_hides_another(samples):
+    from lobs.report.folder import _losses
+
+    chart = _losses([(1 + i / samples, 1 + i / samples) for i in range(samples)])
+    places = [x for x, *_ in chart["lines"]]
+    nearest = min(b - a for a, b in itertools.pairwise(places))
+    assert 2 * chart["ring"] + chart["stroke"] < nearest  # rings of neighbours are apart
+    assert 3 <= chart["dot"] < chart["ring"] - chart["stroke"] / 2  # a dot fits into its ring
+    ends = {chart["lines"][0][3], chart["lines"][-1][3]}
+    assert ends == {"dense 1.000, pruned 1.000", f"dense {2 - 1 / samples:.3f}, pruned "
+                    f"{2 - 1 / samples:.3f}"}  # fmt: skip
 
 
 def test_a_report_needs_two_folders_and_a_page(folders, capsys):

@@ -64,6 +64,16 @@ class Own(Decoder):
         return self.head(self.norm(h))
 
 
+class Fickle(Own):
+    """One batch's third block is called without a tensor first."""
+
+    def forward(self, ids):
+        h, odd = self.embed(ids), torch.equal(ids.flatten(), data(6)[5].flatten())
+        for number, block in enumerate(self.blocks):
+            h = block(None if odd and number == 2 else h, scale=self.scale * number)[0]
+        return self.head(self.norm(h))
+
+
 class Skips(Decoder):
     def forward(self, ids):
         before = h = self.embed(ids)

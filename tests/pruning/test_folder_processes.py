@@ -10,8 +10,9 @@ import sys
 import pytest
 import torch
 
+from lobs.errors import BlocksError
 from tests.processes import free_port
-from tests.pruning.test_folder import Decoder, data, equal, pruned, state, written
+from tests.pruning.test_folder import Decoder, Fickle, data, equal, pruned, state, written
 
 pytestmark = pytest.mark.xdist_group("yard")
 
@@ -23,14 +24,15 @@ import torch
 from torch import distributed
 import lobs
 from lobs.pruning import folder_walk
-from tests.pruning.test_folder import Decoder, data
+from tests.pruning import test_folder
+from tests.pruning.test_folder import data
 
 torch.set_num_threads(1)
 layer = torch.nn.Linear(8, 4)
 lobs.prune(layer, [torch.randn(9, 8)], keep=0.5, progress=False)  # compiles, before any fork
 
 
-def work(rank, size, port, folder, name, share, refit, dies):
+def work(rank, size, port, folder, name, share, refit, dies, build):
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size,
         timeout=timedelta(seconds=60),
@@ -46,8 +48,9 @@ def work(rank, size, port, folder, name, share, refit, dies):
     folder_walk.write_shard = dying
     batches = [data(8)[i] for i in share[rank]]
     result = lobs.prune_folder(
-        Decoder, Path(folder) / "big", batches, keep=0.5, out=Path(folder) / name, refit=refit,
-        progress=False, execution=lobs.Execution(distributed=True),
+        getattr(test_folder, build), Path(folder) / "big", batches, keep=0.5,
+        out=Path(folder) / name, refit=refit, progress=False,
+        execution=lobs.Execution(distributed=True),
     )
     found = [result.kept, result.found, len(calls), [r.after for r in result.refits]]
     (Path(folder) / f"{name}.{rank}").write_text(json.dumps(found))
@@ -65,7 +68,8 @@ for line in sys.stdin:
             work(rank, len(order["share"]), **order)
             code = 0
         except lobs.LobsError as error:
-            (Path(order["folder"]) / f"error.{rank}").write_text(str(error))
+            text = f"{type(error).__name__}: {error}"
+            (Path(order["folder"]) / f"error.{rank}").write_text(text)
             code = 3
         finally:
             os._exit(code)
@@ -81,9 +85,10 @@ def group():
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"},
     )  # fmt: skip
 
-    def ended(folder, name, *, share=((0, 1, 2, 3), (4, 5, 6, 7)), refit="blocks", dies=0):
-        order = {"folder": str(folder), "name": name, "share": share, "refit": refit, "dies": dies}
-        process.stdin.write(json.dumps({**order, "port": free_port()}) + "\n")
+    def ended(folder, name, *, share=((0, 1, 2, 3), (4, 5, 6, 7)), **how):
+        order = {"refit": "blocks", "dies": 0, "build": "Decoder", "share": share, **how}
+        order |= {"folder": str(folder), "name": name, "port": free_port()}
+        process.stdin.write(json.dumps(order) + "\n")
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 
@@ -137,6 +142,16 @@ def test_a_process_without_data_follows_and_none_with_data_is_one_line(tmp_path,
     assert equal(state(tmp_path / "two"), state(tmp_path / "one"))
     assert group(tmp_path, "none", share=((), ())) == [3, 3]
     assert "batches is empty" in (tmp_path / "error.1").read_text()
+
+
+def test_blocks_that_fail_in_one_process_fail_alike_in_all(tmp_path, group):
+    written(tmp_path / "big", Fickle)
+    with pytest.raises(BlocksError) as alone:
+        pruned(tmp_path, Fickle, batches=data(8))
+    assert "block 'blocks.2' is not called with a tensor first" in str(alone.value)
+    assert group(tmp_path, "two", refit="layers", build="Fickle") == [3, 3]
+    texts = {(tmp_path / f"error.{rank}").read_text() for rank in (0, 1)}
+    assert texts == {f"BlocksError: {alone.value}"}
 
 
 def test_without_a_group_one_line_says_how_to_get_one(tmp_path):

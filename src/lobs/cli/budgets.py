@@ -33,7 +33,8 @@ KeepOption = Annotated[
 DropOption = Annotated[
     str | None,
     typer.Option(
-        help="Keep the fewest weights whose score falls by no more than this: 0.5%.",
+        help="Keep the fewest weights whose score falls by no more than this: 0.5%. "
+        "In your score's unit; without a score a fraction: 0.005 is 0.5%.",
         metavar="LOSS",
         rich_help_panel=TARGET,
     ),

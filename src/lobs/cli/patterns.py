@@ -42,7 +42,7 @@ BlockOption = Annotated[
 StructuredOption = Annotated[
     str | None,
     typer.Option(
-        help="With --keep: remove whole units, or whole inputs.",
+        help="With --keep: remove whole units, inputs or experts.",
         metavar="KIND",
         rich_help_panel=PATTERN,
     ),
@@ -57,6 +57,11 @@ class PatternChoice:
     along: str | None = None
     block: str | None = None
     structured: str | None = None
+
+    @property
+    def takes_experts(self) -> bool:
+        """Whether whole experts leave the network."""
+        return self.structured == "experts"
 
     def target(self, amount: Amount) -> Target | None:
         """Return the target; None where no pattern is asked for."""
@@ -76,11 +81,6 @@ class PatternChoice:
             )
         if self.block is not None:
             return Block(amount.fraction(), _sides(self.block))
-        if self.structured == "experts":
-            raise TargetError(
-                "experts leave a network in Python: "
-                "lobs.prune(model, batches, lobs.Structured(0.25, what='experts'))."
-            )
         return Structured(amount.fraction(), self.structured)  # type: ignore[arg-type]  # checked there
 
     def _check(self, amount: Amount) -> None:

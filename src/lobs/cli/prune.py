@@ -226,8 +226,10 @@ def prune(
     shape = PatternChoice(pattern, along, block, structured)
     amount.check(pattern)
     target = shape.target(amount) or amount.target()
+    if shape.takes_experts:
+        _leave_out("--structured experts", dry_run=dry_run, memory=memory, resume=resume)
     if is_folder(network, data):
-        _no_files(dry_run=dry_run, network=code, trust=trust, metric=metric)
+        _leave_out("a folder", dry_run=dry_run, network=code, trust=trust, metric=metric)
         _prune_folder(
             network, data, amount, target, out, shape.words(amount), weights, json,
             {"field": field, "length": length, "seed": seed, "samples": samples},
@@ -279,11 +281,11 @@ def prune(
         say(f"{what}: {path}")
 
 
-def _no_files(**given: Any) -> None:
-    """Refuse options that go with a network of the zoo or of a file only."""
+def _leave_out(what: str, **given: Any) -> None:
+    """Refuse options that do not go with something."""
     named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
     if named:
-        raise LobsError(f"{named[0]} does not go with a folder: leave it out.")
+        raise LobsError(f"{named[0]} does not go with {what}: leave it out.")
 
 
 def _prune_folder(
@@ -375,13 +377,15 @@ def _pruned(
     from lobs._system.distributed import shard
     from lobs.pruning.api import prune as run
     from lobs.pruning.options import checked
+    from lobs.targets import Pattern
 
     batches, held_out = subject.batches, subject.held_out
     if group.size > 1:
         batches = shard(batches, group)
         held_out = None if held_out is None else shard(held_out, group)
         options = {**options, "execution": replace(options["execution"], distributed=True)}
-    checked(subject.model, target, options)  # type: ignore[arg-type]  # refused before any work
+    if not (isinstance(target, Pattern) and target.takes_experts):  # which check themselves
+        checked(subject.model, target, options)  # type: ignore[arg-type]  # refused before any work
     with group.raise_together():  # what evaluate raises reaches the other processes too
         before = _measured(subject, subject.model) if group.leads else None
     more = {**options, "held_out": held_out, "progress": progress}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lobs import zoo
@@ -16,6 +17,7 @@ from lobs.calibration.forward import batch_size
 from lobs.deploy.shrink import fit_to
 from lobs.errors import FileError, LobsError, clipped
 from lobs.layers.folding import folded
+from lobs.layers.mixtures import remove
 from lobs.storage import checkpoint
 from lobs.storage.run_store import weights_hash
 from lobs.zoo.training import error_rate
@@ -211,12 +213,27 @@ def _from_file(path: str, samples: int | None, trust: bool, typed: str | None) -
             changed = saved.record.get("shrinkage", {}).get("attributes")
             fit_to(base.model, saved.state_dict, changed)
         else:
+            _without_experts(base.model, saved.record)
             base.model.load_state_dict(saved.state_dict)
     except RuntimeError as error:
         raise FileError(
             f"'{path}' does not fit {network}: {str(error).splitlines()[-1].strip()}"
         ) from error
     return replace(base, origin=path, model=base.model.eval(), samples=samples)
+
+
+def _without_experts(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Take the experts out of a network that a file's record says have left it."""
+    settings = record.get("settings")
+    experts = settings.get("experts") if isinstance(settings, dict) else None
+    try:
+        gone = (
+            {} if experts is None else {n: torch.tensor(x) for n, x in experts["removed"].items()}
+        )
+        if gone:
+            remove(model, gone)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"experts that left it are not there ({error})") from error
 
 
 def _from_function(spec: str, samples: int | None) -> Subject:

@@ -109,6 +109,8 @@ def _why_skipped(saved: Checkpoint) -> str:
 
     if since := changed_since(saved.record):
         return f"errors not recomputed: {since} since they were recorded"
+    if "experts" in (saved.record.get("settings") or {}):
+        return "errors not recomputed: whole experts have left the network"
     if "stages" in saved.record:
         return "errors not recomputed: a network pruned in stages has no record of them"
     if not isinstance(saved.record.get("origin"), str):

@@ -308,7 +308,7 @@ def _reservations(session: Session, run: Run) -> dict[str, Any]:
         if header_room(target.bytes, session.model, layers, target, counts):
             found["file bytes"] = target.bytes
         else:
-            found["header"] = header_bytes(session.model, layers)
+            found["header"] = header_bytes(session.model, layers, counts)
     tensors = run.model.state_dict()
     lost = {
         name: count

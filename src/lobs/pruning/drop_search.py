@@ -37,6 +37,11 @@ class Trial:
     drop: float
     at_most: float | None = None  # upper confidence limit of the drop, where it was estimated
 
+    @property
+    def limit(self) -> float:
+        """Return what must be within the budget: the upper confidence limit, or the drop."""
+        return self.drop if self.at_most is None else self.at_most
+
 
 def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, list[Trial]]:
     """Find the fewest weights whose score stays within the budget's drop.
@@ -68,7 +73,7 @@ def search_drop(session: Session, *, most_trials: int = TRIALS) -> tuple[Run, li
             trial = judge.trial(run, kept)
             run.comparison = None  # the user's function may have changed the network
             trials.append(trial)
-            if (trial.drop if trial.at_most is None else trial.at_most) <= budget.drop:
+            if trial.limit <= budget.drop:
                 best, high = run, math.log(kept)
             else:
                 low = math.log(kept)
@@ -144,11 +149,14 @@ def _judge(session: Session, budget: Budget, most_trials: int) -> _ByScore | _Wi
 
 
 def _warn_of_failure(trials: list[Trial], drop: float, dense: float, total: int) -> None:
-    nearest = min(trials, key=lambda trial: trial.drop)
+    nearest = min(trials, key=lambda trial: trial.limit)
+    lost = f"{nearest.limit:.4g}"
+    if nearest.at_most is not None:
+        lost = f"up to {lost} (upper confidence limit; estimate {nearest.drop:.4g})"
     caution(
         f"none of {len(trials)} trials stayed within {drop:g} of the dense score {dense:.4g}: the "
-        f"best lost {nearest.drop:.4g} with {nearest.kept:,} of {total:,} weights. Only the "
-        "weights that limits force out were removed: allow more, or use more data."
+        f"best lost {lost} with {nearest.kept:,} of {total:,} weights. Only the weights that "
+        "limits force out were removed: allow more, or use more data."
     )
 
 

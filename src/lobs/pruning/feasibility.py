@@ -13,6 +13,7 @@ from lobs.layers import Layer, all_layers, refused_layers
 from lobs.layers.discovery import choose_layers, named, refusal
 from lobs.pruning.forecast import network_bytes
 from lobs.solvers.checks import check_finite
+from lobs.storage.compact.header import header_without_record
 from lobs.targets import (
     Budget,
     Pattern,
@@ -40,12 +41,12 @@ def stored_bytes(model: nn.Module, counts: Mapping[str, int]) -> int:
     return network_bytes(model) + sum(-(-n // 8) for n in counts.values())
 
 
-# What a tensor takes in a compact file's header without its names, a layer in the record, and the
-# rest of the record. These are somewhat larger than what was found in files.
-_TENSOR_BYTES, _LAYER_BYTES, _RECORD_BYTES = 340, 450, 2000
+# Bytes in the record of a compact file's header: of the record without layers, of a layer without
+# its names, and of a parameter's rows. Numbers of usual lengths are included.
+_RECORD_BYTES, _LAYER_BYTES, _ROWS_BYTES = 1700, 300, 16
 
 
-def header_bytes(model: nn.Module, layers: Sequence[Layer]) -> int:
+def header_bytes(model: nn.Module, layers: Sequence[Layer], counts: Mapping[str, int]) -> int:
     """Return about what a compact file takes beside its tensors: layout, record, alignment.
 
     A weight that the state dict has under two names is written twice.
@@ -53,6 +54,7 @@ def header_bytes(model: nn.Module, layers: Sequence[Layer]) -> int:
     Args:
         model: the network.
         layers: the layers that are pruned.
+        counts: how many weights of each layer may go, biases among them where they may go.
     """
     state = {
         name: t
@@ -60,9 +62,15 @@ def header_bytes(model: nn.Module, layers: Sequence[Layer]) -> int:
         if isinstance(t, Tensor) and not is_lazy(t)
     }
     whole = sum(t.numel() * t.element_size() for t in state.values())
-    tensors = sum(_TENSOR_BYTES + 4 * len(name) for name in state)
-    rows = sum(_LAYER_BYTES + 6 * len(layer.name) for layer in layers)
-    return _RECORD_BYTES + tensors + rows + whole - network_bytes(model)
+    spans = [name for layer in layers for name in layer.parameters()]
+    masked = {
+        name
+        for layer in layers
+        for name in list(layer.parameters())[: 1 + (counts[layer.name] > layer.weight.numel())]
+    }
+    record = _RECORD_BYTES + sum(_LAYER_BYTES + len(layer.name) for layer in layers)
+    record += sum(_ROWS_BYTES + len(name) for name in spans)
+    return header_without_record(state, masked) + record + whole - network_bytes(model)
 
 
 def header_room(
@@ -85,7 +93,7 @@ def header_room(
         removable(target, layer.name, counts[layer.name])[1] * layer.weight.element_size()
         for layer in layers
     )
-    header = header_bytes(model, layers)
+    header = header_bytes(model, layers, counts)
     return header if size >= stored_bytes(model, counts) - gone + header else 0
 
 

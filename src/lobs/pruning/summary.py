@@ -156,6 +156,17 @@ def stay(certified: float) -> str:
     return f"{math.floor(1000 * certified) / 10:g} % of the answers provably stay"
 
 
+def experts_left(experts: Mapping[str, Any]) -> str:
+    """Return how many experts each mixture had and has.
+
+    >>> experts_left({"before": 4, "removed": {"0.experts": [1], "1.experts": [3]}})
+    'Experts: 4 → 3 in each of 2 mixtures.'
+    """
+    before, removed = experts["before"], experts["removed"]
+    left = before - len(next(iter(removed.values())))
+    return f"Experts: {before:,} → {left:,} in each of {len(removed):,} mixtures."
+
+
 def _speed(time: Mapping[str, Any]) -> str:
     """Describe the time of one batch: dense, promised and measured."""
     dense, goal, predicted, measured = (
@@ -167,6 +178,26 @@ def _speed(time: Mapping[str, Any]) -> str:
         f"{dense}, asked {goal}, predicted {predicted} ({time['predicted speedup']:.2f}×), "
         f"measured {measured} ({time['measured speedup']:.2f}×)."
     )
+
+
+# Why a trial can fail although its estimated drop is within the budget.
+LIMIT_COUNTS = (
+    "A trial passes only if the upper confidence limit of its drop is within the budget: the "
+    "estimate alone does not count."
+)
+
+
+def _trials(trials: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the trials of a drop search, the largest network first."""
+    tried = sorted(trials, key=lambda trial: -int(trial["kept"]))
+    if any(t.get("at_most") is None for t in tried):  # the user's own score
+        scores = (f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)
+        return f"Trials: {'; '.join(scores)}."
+    drops = (
+        f"{t['kept']:,} kept, estimated drop {t['drop']:.4g}, at most {t['at_most']:.4g}"
+        for t in tried
+    )
+    return f"Trials: {'; '.join(drops)}. {LIMIT_COUNTS}"
 
 
 def _notes(result: PruningRecord) -> list[str]:
@@ -181,9 +212,7 @@ def _notes(result: PruningRecord) -> list[str]:
     if result.batch_norm is not None:
         lines.append(f"Batch norm: {result.batch_norm}.")
     if "experts" in settings:
-        before, removed = settings["experts"]["before"], settings["experts"]["removed"]
-        left = before - len(next(iter(removed.values())))
-        lines.append(f"Experts: {before:,} → {left:,} in each of {len(removed):,} mixtures.")
+        lines.append(experts_left(settings["experts"]))
     if "refit" in settings:
         lines.append(f"Refit: {settings['refit']}.")
     rare = settings.get("rarely used", {})
@@ -204,9 +233,7 @@ def _notes(result: PruningRecord) -> list[str]:
     if "time" in settings:
         lines.append(_speed(settings["time"]))
     if "trials" in settings:
-        tried = sorted(settings["trials"], key=lambda trial: -int(trial["kept"]))
-        scores = (f"{t['kept']:,} kept, score {t['score']:.4g} ({-t['drop']:+.4g})" for t in tried)
-        lines.append(f"Trials: {'; '.join(scores)}.")
+        lines.append(_trials(settings["trials"]))
     if result.phases:
         spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result.phases.items())
         peak = result.peak_bytes

@@ -15,8 +15,9 @@ from lobs.report.words import percent
 
 _NAMES = {"perplexity": "Perplexity", "accuracy": "Accuracy", "tokens": "Tokens"}
 _WIDTH, _HEIGHT, _LEFT, _EDGE = 720, 260, 56, 12  # of the chart, and its margins
-_MOST = 100  # samples that are drawn
+_MOST = 60  # samples that are drawn
 _TICKS = 4
+_RING, _STROKE = 4.0, 1.2  # largest radius of the ring that marks a dense loss, and its line
 
 
 def render(found: Mapping[str, Any], command: str, layers: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -94,26 +95,33 @@ def _measured_on(found: Mapping[str, Any]) -> str:
 
 
 def _losses(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
-    """Return the chart's lines in its own coordinates; None where there are no losses."""
+    """Return the chart's lines in its own coordinates; None where there are no losses.
+
+    A ring marks the dense loss and a smaller dot the pruned one, so neither hides the other. Rings
+    of neighbours do not touch.
+    """
     if len(pairs) < 2:
         return None
     ordered = sorted(pairs)
-    step = max(1, -(-len(ordered) // _MOST))
-    chosen = ordered[::step]
+    drawn = min(_MOST, len(ordered))
+    chosen = [ordered[i * (len(ordered) - 1) // (drawn - 1)] for i in range(drawn)]
     low, high = min(map(min, chosen)), max(map(max, chosen))
     room = max(high - low, 1e-9)
 
     def height(value: float) -> float:
         return round(_EDGE + (_HEIGHT - 2 * _EDGE) * (high - value) / room, 1)
 
-    gap = (_WIDTH - _LEFT - _EDGE) / max(1, len(chosen) - 1)
+    gap = (_WIDTH - _LEFT - _EDGE) / (drawn - 1)
     lines = [
         (round(_LEFT + gap * i, 1), height(a), height(b), f"dense {a:.3f}, pruned {b:.3f}")
         for i, (a, b) in enumerate(chosen)
     ]
     values = [low + room * i / _TICKS for i in range(_TICKS + 1)]
     ticks = [(f"{value:.2f}", height(value)) for value in values]
-    return {"width": _WIDTH, "height": _HEIGHT, "lines": lines, "ticks": ticks}
+    ring = round(min(_RING, gap / 2 - _STROKE), 2)
+    marks = {"ring": ring, "dot": round(ring - _STROKE / 2 - 0.2, 2), "stroke": _STROKE}
+    return {"width": _WIDTH, "height": _HEIGHT, "lines": lines, "ticks": ticks, **marks,
+            "samples": len(ordered)}  # fmt: skip
 
 
 def _text(row: Mapping[str, str]) -> tuple[str, list[Any], list[Any]]:

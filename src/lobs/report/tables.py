@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from lobs import __version__
+from lobs.pruning.summary import LIMIT_COUNTS
 from lobs.report.words import fixed, number, percent, relative, size
 
 if TYPE_CHECKING:
@@ -116,7 +117,10 @@ def settings(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def trials(run: Run) -> list[list[str]]:
-    """Return the trials of a drop search: weights kept, their share, score and drop."""
+    """Return the trials of a drop search: weights kept, their share, score and drop.
+
+    Without labels the drop is an estimate, and its upper confidence limit follows.
+    """
     found = run.pruning.settings.get("trials")
     total = max(1, run.pruning.total)
     try:
@@ -126,11 +130,21 @@ def trials(run: Run) -> list[list[str]]:
                 percent(int(t["kept"]) / total),
                 number(float(t["score"])),
                 number(float(t["drop"])),
+                *([] if t.get("at_most") is None else [number(float(t["at_most"]))]),
             ]
             for t in (found if isinstance(found, list) else [])
         ]
-    except (KeyError, TypeError, ValueError, OverflowError):  # a file may hold anything
-        return []
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+        return []  # a file may hold anything
+
+
+def trial_heading(rows: Sequence[Sequence[str]]) -> tuple[list[str], str]:
+    """Return the headings for the rows of `trials`, and what decides whether a trial passed."""
+    plain = ["weights kept", "share", "score"]
+    limited = [*plain, "estimated drop", "upper limit of drop"]
+    if any(len(row) == len(limited) for row in rows):
+        return limited, LIMIT_COUNTS
+    return [*plain, "drop"], ""
 
 
 def blocks(run: Run) -> list[list[str]]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,15 +185,21 @@ def write_index(folder: Path, places: Mapping[str, str], count: int) -> None:
         partial.write_text(text + "\n", encoding="utf-8")
 
 
-def copy_others(source: Path, out: Path) -> list[str]:
+def copy_others(source: Path, out: Path, but: Container[str] = ()) -> list[str]:
     """Copy what is not a file of weights; return names of links and folders, which are left out.
 
     Links into the folder itself or into the `blobs` of a Hugging Face cache are followed.
+
+    Args:
+        source: the folder to copy from.
+        out: the folder to copy to.
+        but: names of files that are not copied.
     """
     left = []
     homes = (source.resolve(), source.resolve().parent.parent / "blobs")
     for path in sorted(source.iterdir()):
-        if path.suffix.lower() in _WEIGHTS or path.name.endswith(".index.json"):
+        weights = path.suffix.lower() in _WEIGHTS or path.name.endswith(".index.json")
+        if weights or path.name in but:
             continue
         near = not path.is_symlink() or path.resolve().parent in homes
         if not near or not path.is_file():

@@ -102,12 +102,22 @@ def test_bytes_add_up_to_the_file(tmp_path):
 
 def test_each_tensor_takes_the_cheapest_code(tmp_path):
     state, masks = {}, {}
-    for name, keep in (("gaps", 0.03), ("bits", 0.5), ("dense", 0.999)):
+    for name, keep in (("gaps", 0.03), ("bits", 0.5), ("dense", 1.0)):
         state[name], masks[name] = random_masked(100, 100, keep=keep)
     codes = {
         t.name: t.code for t in lobs.storage.save_compact(state, tmp_path / "x", masks).tensors
     }
     assert codes == {"gaps": "gaps", "bits": "bits", "dense": "dense"}
+
+
+@pytest.mark.parametrize("keep", [0.03, 0.5, 0.9, 0.96, 0.97, 0.99, 0.9999, 1.0])
+@pytest.mark.parametrize("shape", [(5, 7), (100, 200)])
+def test_a_tensor_takes_no_more_than_its_kept_values_and_a_bit_for_each_place(
+    tmp_path, keep, shape
+):
+    w, mask = random_masked(*shape, keep=keep)
+    (row,) = lobs.storage.save_compact({"w": w}, tmp_path / "x", {"w": mask}).tensors
+    assert row.stored_bytes <= 4 * row.kept + -(-row.total // 8)
 
 
 def test_lenet_300_at_seven_percent_takes_at_most_eleven_percent(tmp_path):

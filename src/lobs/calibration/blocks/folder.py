@@ -102,17 +102,15 @@ class FolderBlocks:
 
     def agree(self) -> None:
         """Take one row in all processes: a process without data follows the others."""
-        rows = process_group().all_gather([self.row.blocks, self.row.uniform, self.odd])
-        fault = next((text for _, _, text in rows if text), None)
-        if fault is not None:
-            raise BlocksError(fault)
+        _refuse_together(self.odd)
+        rows = process_group().all_gather([self.row.blocks, self.row.uniform])
         seen = [row for row in rows if row[0]]
         if not seen:
             raise CalibrationError(_NO_BATCH)
         odd = next((row for row in seen if row[0] != seen[0][0]), None)
         if odd is not None:
             raise BlocksError(f"the order of blocks follows the data, {_REMEDY}")
-        self.row = Row(list(seen[0][0]), all(uniform for _, uniform, _ in seen))
+        self.row = Row(list(seen[0][0]), all(uniform for _, uniform in seen))
 
     def start(self, reserved: int = 0) -> None:
         """Run all batches up to the first block.
@@ -129,12 +127,19 @@ class FolderBlocks:
         if self.hold_out:  # the first block tells whether a batch can be cut
             first = self.skeleton.filled(self.row.blocks[0])
             self.streams.pair = first, first
+        odd = ""
         with (
             process_group().raise_together(),
             memory.limited(left),
             self.skeleton.running(self._pass),
         ):
-            self.streams.start()
+            try:
+                self.streams.start()
+            except BlocksError as error:
+                if process_group().size == 1:
+                    raise
+                odd = str(error)
+        _refuse_together(odd)
         self.drop()
         # Both networks are still the same one, so their blocks are called with the same.
         self.streams.arguments[1] = self.streams.arguments[0]
@@ -233,3 +238,14 @@ class FolderBlocks:
                     f"arguments of block '{name}' follow the activations before it, {_REMEDY}"
                 )
         return Row(order, uniform)
+
+
+def _refuse_together(odd: str) -> None:
+    """Raise `BlocksError` in all processes if it is raised in one; `raise_together` has no kinds.
+
+    Args:
+        odd: what is odd about this process's blocks; empty where nothing is.
+    """
+    fault = next(filter(None, process_group().all_gather(odd)), None)
+    if fault is not None:
+        raise BlocksError(fault)

@@ -28,7 +28,7 @@ Stored: TypeAlias = Literal["same", "float16", "int8", "planes"]
 Parts: TypeAlias = dict[str, Tensor]
 
 PARTS = ("values", "scale", "top", "rest", "bits", "gaps", "mask")
-_HEADER_BYTES = 100  # about what one more part costs in the file's header
+PART_BYTES = 100  # about what one more part costs in the file's header
 # A decoded tensor has at most _GROWTH bytes for each stored byte, plus _FREE_BYTES.
 _GROWTH, _FREE_BYTES = 1024, 2**16
 _PIECE = 2**22  # elements checked at once: checking takes little memory
@@ -136,13 +136,15 @@ def encode(name: str, tensor: Tensor, mask: Tensor | None, kind: Values) -> tupl
     positions = np.flatnonzero(kept.numpy())
     width, gap_bytes = gap_width(positions)
     item = stored_as(kind, tensor.dtype).itemsize
+    one_bit_each = -(-len(flat) // 8) + PART_BYTES
+    holes = mask is not None and not bool(mask.all())  # beside dense values the mask is stored too
     costs: dict[Code, int] = {
-        "dense": len(flat) * item,
-        "bits": -(-len(flat) // 8) + len(positions) * item + _HEADER_BYTES,
+        "dense": len(flat) * item + (one_bit_each if holes else 0),
+        "bits": one_bit_each + len(positions) * item,
     }
     gaps = gap_bytes + len(positions) * item
     if len(flat) * tensor.element_size() <= _allowed(gaps):
-        costs["gaps"] = gaps + _HEADER_BYTES
+        costs["gaps"] = gaps + PART_BYTES
     code = min(costs, key=lambda c: costs[c])
     if code == "dense":
         positions = np.arange(len(flat))
@@ -180,7 +182,7 @@ def _with_planes(entry: Entry, parts: Parts) -> tuple[Entry, Parts]:
     if DTYPES[entry.dtype].itemsize == 1:
         return entry, parts
     split = planes.split(parts["values"])
-    if len(split["top"]) + _HEADER_BYTES >= entry.count:
+    if len(split["top"]) + PART_BYTES >= entry.count:
         return entry, parts
     return replace(entry, values="planes"), {
         part: t for part, t in parts.items() if part != "values"

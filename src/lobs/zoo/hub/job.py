@@ -22,13 +22,14 @@ from lobs.layers.discovery import (
 from lobs.pruning import api
 from lobs.pruning.folder import prune_folder
 from lobs.pruning.options import PruneOptions
-from lobs.pruning.result import LayerResult
+from lobs.pruning.result import LayerResult, PruningResult
+from lobs.pruning.summary import experts_left
 from lobs.storage.shards import copy_others
 from lobs.targets import Pattern, Sparsity, Structured, Target
 from lobs.zoo.hub.headers import mask_headers
 from lobs.zoo.hub.places import copy_folders, remove_if_empty, whole_folder
 from lobs.zoo.hub.rows import Prepared
-from lobs.zoo.hub.source import Source
+from lobs.zoo.hub.source import CONFIG, Source
 from lobs.zoo.hub.timm_source import TimmSource
 
 _OUTSIDE = 0.05  # share of the weights that may lie outside the blocks, and stay dense
@@ -98,6 +99,8 @@ class Job:
         uniform = isinstance(self.target, Sparsity) and (
             self.by_share or self.target.scope == "layer"
         )
+        if self._takes_experts:
+            return "whole experts leave it"
         if isinstance(self.source, TimmSource):
             return "it is a network of timm"
         if self.source.task == "seq2seq":
@@ -143,43 +146,57 @@ class Job:
         return Done(found.layers, found.dense, {**found.settings, **how})
 
     def _in_memory(self, why: str) -> Done:
-        if isinstance(self.target, Pattern) and self.target.takes_experts:
-            self.target.check_layer("", 1, 1, 1)  # which says what to call
         model = self.source.load()
         cache = self.source.set_cache(model, False)
-        skip = self.options.get("skip", ())
-        skip = [*([skip] if isinstance(skip, str) else skip), *_left_dense(model)]
-        options: dict[str, Any] = {**self.options, "skip": skip}
-        convolutional = _mostly_convolutions(model)
-        calibrate, held_out = self.share
-        result = api.prune(
-            model,
-            calibrate,
-            self.target if convolutional else self._layerwise(),
-            held_out=held_out if self.read.held_out else None,  # a process's share may be empty
-            inplace=True,
-            progress=self.progress,
-            **options,
-        )
+        result = self._pruned(model)
+        model, masks, layers = result.model, result.masks, result.layers
+        if self._takes_experts:  # they are gone, and leave no zeros that masks would show
+            masks, layers = {}, tuple(replace(layer, parameters={}) for layer in layers)
         self.source.set_cache(model, cache)
         names = dict[str, str]()
         with self.group.raise_together():
             if self.group.leads:
-                names = self._saved(model, result.masks)
-        named = {layer.name for layer in result.layers}
-        dense = [x.name for x in choose_layers(model) if x.name not in named]
+                names = self._saved(model, masks)
+        named = tuple(f"{layer.name}." for layer in result.layers)  # of a mixture: its experts too
+        dense = [x.name for x in choose_layers(model) if not f"{x.name}.".startswith(named)]
         library = "timm" if isinstance(self.source, TimmSource) else "transformers"
-        kept = {k: v for k, v in result.settings.items() if isinstance(v, str)}
+        kept = {k: v for k, v in result.settings.items() if isinstance(v, str) or k == "experts"}
         settings = {**kept, "blocks": "in memory", "library": library}
-        note = f"The network was in memory as a whole: {why}."
-        return Done(result.layers, (*dense, *uncovered_weights(model)), settings, names, [note])
+        notes = [f"The network was in memory as a whole: {why}."]
+        if self._takes_experts:
+            notes.insert(0, experts_left(result.settings["experts"]))
+        return Done(layers, (*dense, *uncovered_weights(model)), settings, names, notes)
+
+    def _pruned(self, model: nn.Module) -> PruningResult:
+        """Prune the network in memory; where experts leave it, the result is another network."""
+        options: dict[str, Any] = {**self.options}
+        target = self.target
+        if not self._takes_experts:
+            skip = self.options.get("skip", ())
+            options["skip"] = [*([skip] if isinstance(skip, str) else skip), *_left_dense(model)]
+            target = target if _mostly_convolutions(model) else self._layerwise()
+        calibrate, held_out = self.share
+        return api.prune(
+            model,
+            calibrate,
+            target,
+            held_out=held_out if self.read.held_out else None,  # a process's share may be empty
+            inplace=not self._takes_experts,
+            progress=self.progress,
+            **options,
+        )
+
+    @property
+    def _takes_experts(self) -> bool:
+        return isinstance(self.target, Pattern) and self.target.takes_experts
 
     def _saved(self, model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, str]:
         """Write the folder; return names in files → in the network, where they differ."""
         with whole_folder(self.out) as partial:
             self.source.save(model, partial)
             names = mask_headers(self.source, model, partial, masks)
-            copy_others(self.source.folder, partial)
+            # Where experts have left, the settings that were just saved say how many there are.
+            copy_others(self.source.folder, partial, [CONFIG] if self._takes_experts else ())
             copy_folders(self.source.folder, partial)
         return names
 

@@ -114,7 +114,11 @@ def _result(job: Job, done: Done, found: _Measured, seconds: float) -> HubResult
         settings=done.settings,
         before=found.before,
         after=found.after,
-        notes=(*advice(done.layers, job.read.facts), *found.notes, *done.notes),
+        notes=(
+            *advice(() if "experts" in done.settings else done.layers, job.read.facts),
+            *found.notes,
+            *done.notes,
+        ),
         seconds=seconds,
         peak_bytes=peak_bytes(),
     )

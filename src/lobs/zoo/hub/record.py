@@ -175,11 +175,10 @@ def write_card(result: HubResult, original: str) -> None:
     lines += [f"| {name} | {text} |" for name, text in result.measured()]
     lines += ["", f"Measured on {_judged(result.data)}.", ""] if result.measured() else []
     lines += [f"- Calibration: {described(result.data)}. No labels, no retraining."]
-    lines += [f"- {key}: `{value}`" for key, value in result.settings.items()]
+    lines += [f"- {k}: `{v}`" for k, v in result.settings.items() if isinstance(v, str)]
     lines += [f"- {note}" for note in result.notes]
     lines += ["", "## Load", "", "```python", *_loading(result), "```", ""]
-    lines += [f"Removed weights are zeros in {_shapes(result)}. `lobs verify` checks every count.",
-              ""]  # fmt: skip
+    lines += [f"{_zeros(result)} `lobs verify` checks every count.", ""]
     lines += ["## Layers", "", "| layer | kept | of | relative error |", "|---|---|---|---|"]
     lines += [
         f"| {x.name} | {x.kept:,} | {x.total:,} | {x.relative_error:.4f} |" for x in result.layers
@@ -188,8 +187,10 @@ def write_card(result: HubResult, original: str) -> None:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _shapes(result: HubResult) -> str:
-    return "tensors of the same names, shapes and types as before"
+def _zeros(result: HubResult) -> str:
+    if "experts" in result.settings:
+        return "Experts have left the network, so no weight that is left is zero by force."
+    return "Removed weights are zeros in tensors of the same names, shapes and types as before."
 
 
 def _loading(result: HubResult) -> list[str]:
