@@ -107,11 +107,8 @@ def collect_moments(
         key: the name of the pass in the run store.
         counts_only: only count inputs; their moments and means stay empty.
         required: refuse data that never reach a layer; else the layer is missing in the result.
-        enough: vectors for every column that suffice. Of images that give more, only some positions
-            are summed.
-        every: run one batch in so many, and each whose form differs from the last one's. The others
-            are counted as that one. Layers that such a batch does not reach are counted all the
-            same.
+        enough: vectors for every column that suffice; of larger images some positions are summed.
+        every: run one batch in so many, and each of another form. The others count as the last one.
     """
     batches = fitted(model, batches, again=False)
     chosen, run_store = _as_layers(model, layers), run_store or RunStore()
