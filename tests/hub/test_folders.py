@@ -272,6 +272,21 @@ def test_an_encoder_decoder_is_in_memory_and_says_so(tmp_path):
     assert "two rows of blocks" in result.summary()
 
 
+def test_a_folder_that_stores_experts_apart_is_verified(tmp_path):
+    # transformers holds the experts of a layer in one tensor and stores one for each of them.
+    big = written(tmp_path / "big", "MixtralForCausalLM")
+    result = pruned(big, sentences(), tmp_path / "small", measure=False)
+    findings = lobs.hub.verify(tmp_path / "small")
+    assert all(finding.holds for finding in findings), findings
+    assert any("joined tensors" in finding.check for finding in findings)
+    assert any("experts" in layer.name for layer in result.layers)
+    record = json.loads((tmp_path / "small" / "lobs.json").read_text())
+    record["layers"] = [{**row, "kept": row["kept"] + 1} for row in record["layers"]]
+    (tmp_path / "small" / "lobs.json").write_text(json.dumps(record))
+    broken = [finding.check for finding in lobs.hub.verify(tmp_path / "small") if not finding.holds]
+    assert any("joined tensors" in name for name in broken)
+
+
 def test_experts_leave_a_folder_from_the_shell(tmp_path, capsys):
     big = written(tmp_path / "big", "MixtralForCausalLM")
     text = data_for("MixtralForCausalLM", tmp_path)

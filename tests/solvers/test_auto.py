@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lobs import Sparsity
+from lobs import NByM, Sparsity
 from lobs.solvers import Auto, solve
 from lobs.solvers.auto import before_refit
 from lobs.solvers.least_squares import on_support
@@ -29,3 +29,11 @@ def test_without_swaps_counts_are_exact_and_weights_near_the_best_on_their_suppo
 def test_a_named_solver_stays_as_it_was_named():
     named = object()
     assert before_refit(named) is named
+
+
+def test_a_wide_layer_before_a_refit_keeps_its_pattern_without_swaps(monkeypatch):
+    given = problem()
+    monkeypatch.setattr("lobs.solvers.patterns.nbym._BEFORE_REFIT_UP_TO", 0.0)
+    found = solve(given, before_refit(Auto()), NByM(2, 4))
+    assert "swaps" not in found.status and "swaps" in solve(given, Auto(), NByM(2, 4)).status
+    assert bool((found.mask.view(-1, 4).sum(dim=1) == 2).all())

@@ -97,7 +97,7 @@ class Auto:
             no limit, and then results repeat.
         swaps: exchange weights of the first support, and take the best weights on the last one.
             Where a whole block is refitted afterwards, both win nothing (`benchmarks.blocks`).
-            Patterns do not ask.
+            N:M patterns then go without swaps in wide layers only.
         needs: optional `Problem` fields that must be present: none.
     """
 
@@ -121,8 +121,11 @@ class Auto:
         """Return the solution."""
         if isinstance(target, Pattern):
             short = not problem.context.affords(ADMM().search_bytes(problem.shape))
-            quick = short and pattern_solver(target).column_choice is not None
-            return (ColumnSweep() if quick else GreedyOBS())(problem, target)
+            solver = pattern_solver(target)
+            if short and solver.column_choice is not None:
+                return ColumnSweep()(problem, target)
+            quick = None if self.swaps else solver.quick
+            return (quick or solver.solve)(problem, target, "auto")
         if not isinstance(target, Sparsity):
             inner = self.start(problem)
             return Refine(inner, swap_seconds=self.swap_seconds)(problem, target)

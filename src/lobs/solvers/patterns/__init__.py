@@ -42,12 +42,14 @@ class PatternSolver:
             None where the pattern has no such rule.
         column_choice: returns the problem to sweep over and what the sweep keeps, from (problem,
             target); None where a sweep over the columns cannot make the pattern.
+        quick: as `solve`, for a layer whose block is refitted afterwards; None if it is as quick.
     """
 
     solve: Callable[[Problem, Any, Backend], Solution]
     seconds: Callable[[ProblemShape], float]
     mask_by_score: Callable[[Problem, Any, Tensor], Tensor] | None = None
     column_choice: Callable[[Problem, Any], tuple[Problem, ColumnChoice]] | None = None
+    quick: Callable[[Problem, Any, Backend], Solution] | None = None
 
 
 def pattern_solver(target: Pattern) -> PatternSolver:

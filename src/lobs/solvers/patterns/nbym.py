@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -30,9 +31,9 @@ from lobs.targets import NByM
 Method: TypeAlias = Literal["auto", "greedy", "admm"]
 
 # rows·d³ up to which the greedy start and the swaps are run: milliseconds, and about half a minute
-# on two cores.
+# on two cores. Before a refit, swaps may take a tenth of that.
 _GREEDY_UP_TO = 3e8
-_SWAPS_UP_TO = 5e12
+_SWAPS_UP_TO, _BEFORE_REFIT_UP_TO = 5e12, 5e11
 # Below this independence swaps need float64: each inherits the digits lost before.
 _SINGLE_PRECISION_SWAPS = 5e-3
 # An input below this share of the mean energy is nearly dead. Damping by as much keeps its weights.
@@ -46,6 +47,7 @@ def solve_nbym(
     *,
     method: Method = "auto",
     swaps: bool = True,
+    refitted: bool = False,
 ) -> Solution:
     """Keep n of every m weights.
 
@@ -55,12 +57,14 @@ def solve_nbym(
         backend: which kernels to use.
         method: "greedy" or "admm" for that start alone, "auto" for both where both are affordable.
         swaps: improve the mask by swaps within groups.
+        refitted: the layer's block is refitted afterwards.
     """
     problem = _steadied(problem)
     quota = quota_of(problem, target)
     rows, d = problem.weight.shape[-2:]
     greedy = method == "greedy" or (method == "auto" and rows * d**3 <= _GREEDY_UP_TO)
-    swaps = swaps and (method != "auto" or rows * d**3 <= _SWAPS_UP_TO)
+    most = _BEFORE_REFIT_UP_TO if refitted else _SWAPS_UP_TO
+    swaps = swaps and (method != "auto" or rows * d**3 <= most)
     masks, values = [], []
     for metric, (weight, _) in zip(problem.metrics, problem.groups, strict=True):
         starts = []
@@ -227,4 +231,6 @@ def _seconds(shape: ProblemShape) -> float:
     return PATTERN_ADMM.seconds(shape) + greedy * runs
 
 
-SOLVER = PatternSolver(solve_nbym, _seconds, _mask_by_score, _column_choice)
+SOLVER = PatternSolver(
+    solve_nbym, _seconds, _mask_by_score, _column_choice, partial(solve_nbym, refitted=True)
+)

@@ -33,13 +33,20 @@ def verify(folder: str | os.PathLike[str]) -> list[Finding]:
         raise FileError(f"'{path}' holds no {RECORD}: give a folder that lobs has pruned.")
     found = _same_files(path, record, shards)
     rows: list[Any] = record.get("layers", [])
-    seen: set[str] = set()
+    parts: dict[str, list[str]] = record.get("parts", {})
+    joined = [row for row in rows if any(row["parameters"].keys() & set(o) for o in parts.values())]
+    seen, removed = {row["name"] for row in joined}, 0
     for file in shards.files:
         tensors, own = (_renamed(part, record) for part in shards.masks(file))
+        removed += sum(int((~mask).sum()) for name, mask in own.items() if name in parts)
         here = [row for row in rows if own.keys() & set(row.get("parameters", ()))]
         seen |= {row["name"] for row in here}
         part = {"layers": here, "settings": record.get("settings", {})}
         found += verify_masks(Checkpoint(tensors, own, part))
+    if joined:
+        wanted = sum(int(row["total"]) - int(row["kept"]) for row in joined)
+        text = f"removed {removed:,}, recorded {wanted:,}"
+        found.append(Finding(f"count of {len(parts):,} joined tensors", removed == wanted, text))
     lost = [row["name"] for row in rows if row["parameters"] and row["name"] not in seen]
     found += [Finding(f"masks {name}", False, "the folder holds no mask of it") for name in lost]
     kept = sum(int(row["kept"]) for row in rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,12 +15,25 @@ from lobs.storage.shards import Shards, write_shard
 from lobs.zoo.hub.source import Source
 
 
+@dataclass(frozen=True)
+class Names:
+    """Names of pruned tensors in the files, where they are not those in the network.
+
+    Args:
+        same: a tensor's name → its name in the network.
+        parts: the name of a tensor that was split or joined → names of those it has numbers of.
+    """
+
+    same: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+
+
 def mask_headers(
     source: Source, model: nn.Module, folder: Path, masks: Mapping[str, Tensor]
-) -> dict[str, str]:
+) -> Names:
     """Write every shard anew, with the masks of its tensors in the header.
 
-    Return a tensor's name in the files → its name in the network, where they differ.
+    Return `Names`.
 
     Args:
         source: what wrote the folder.
@@ -32,7 +46,10 @@ def mask_headers(
         name in shards and shards.entries[name].shape == tuple(mask.shape)
         for name, mask in masks.items()
     )
-    stored, names = (dict(masks), {}) if known else _stored(source, model, masks)
+    if known:
+        stored, names = dict(masks), Names()
+    else:
+        stored, names = _stored(source, model, masks)
     for file in shards.files:
         inside = [name for name, entry in shards.entries.items() if entry.file == file]
         write_shard(folder / file, shards.read(inside), stored)
@@ -41,8 +58,8 @@ def mask_headers(
 
 def _stored(
     source: Source, model: nn.Module, masks: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the masks as tensors are stored, and the tensors' names in the network.
+) -> tuple[dict[str, Tensor], Names]:
+    """Return the masks as tensors are stored, and their names.
 
     transformers stores some networks under other names, or joins and splits tensors. So numbers
     that encode the tensor and the mask go through the same conversion.
@@ -53,7 +70,7 @@ def _stored(
         mask = masks.get(name)
         keep = torch.ones(tensor.shape) if mask is None else mask.to("cpu", torch.float32)
         coded[name] = keep + 2 * number
-    found, names = {}, {}
+    found, names = {}, Names()
     with tempfile.TemporaryDirectory(prefix="lobs-names-") as folder:
         source.save(model, Path(folder), coded)
         shards = Shards(folder)
@@ -65,9 +82,11 @@ def _stored(
             ):
                 continue
             found[name] = (code - 2 * owners) == 1
-            owner = known[int(owners.flatten()[0])]
-            if len(_distinct(owners)) == 1 and masks[owner].shape == code.shape:
-                names[name] = owner
+            own = [known[int(i)] for i in _distinct(owners)]
+            if len(own) == 1 and masks[own[0]].shape == code.shape:
+                names.same[name] = own[0]
+            else:
+                names.parts[name] = own
     if not found:
         raise FileError(f"'{source.folder}': transformers stored no pruned tensor.")
     return found, names

@@ -26,7 +26,7 @@ from lobs.pruning.result import LayerResult, PruningResult
 from lobs.pruning.summary import experts_left
 from lobs.storage.shards import copy_others
 from lobs.targets import Pattern, Sparsity, Structured, Target
-from lobs.zoo.hub.headers import mask_headers
+from lobs.zoo.hub.headers import Names, mask_headers
 from lobs.zoo.hub.places import copy_folders, remove_if_empty, whole_folder
 from lobs.zoo.hub.rows import Prepared
 from lobs.zoo.hub.source import CONFIG, Source
@@ -43,14 +43,14 @@ class Done:
         layers: one row for each pruned layer.
         dense: names of weights that were left as they are.
         settings: how the result was made.
-        names: a tensor's name in the files → in the network, where they differ.
+        names: names of pruned tensors in the files.
         notes: what to know about the result.
     """
 
     layers: tuple[LayerResult, ...]
     dense: tuple[str, ...]
     settings: dict[str, Any]
-    names: dict[str, str] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
     notes: Sequence[str] = ()
 
 
@@ -153,7 +153,7 @@ class Job:
         if self._takes_experts:  # they are gone, and leave no zeros that masks would show
             masks, layers = {}, tuple(replace(layer, parameters={}) for layer in layers)
         self.source.set_cache(model, cache)
-        names = dict[str, str]()
+        names = Names()
         with self.group.raise_together():
             if self.group.leads:
                 names = self._saved(model, masks)
@@ -190,8 +190,8 @@ class Job:
     def _takes_experts(self) -> bool:
         return isinstance(self.target, Pattern) and self.target.takes_experts
 
-    def _saved(self, model: nn.Module, masks: Mapping[str, Tensor]) -> dict[str, str]:
-        """Write the folder; return names in files → in the network, where they differ."""
+    def _saved(self, model: nn.Module, masks: Mapping[str, Tensor]) -> Names:
+        """Write the folder; return the names of pruned tensors in its files."""
         with whole_folder(self.out) as partial:
             self.source.save(model, partial)
             names = mask_headers(self.source, model, partial, masks)

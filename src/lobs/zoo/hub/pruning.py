@@ -22,6 +22,7 @@ from lobs.pruning.options import PruneOptions, check_options, option_values
 from lobs.storage.shards import Shards, check_place
 from lobs.targets import Target, wanted
 from lobs.zoo.hub.advice import advice
+from lobs.zoo.hub.headers import Names
 from lobs.zoo.hub.job import Done, Job
 from lobs.zoo.hub.measuring import Answers, answers, scores
 from lobs.zoo.hub.places import check_out
@@ -166,7 +167,7 @@ def _more_data(held_out: float, seen: float) -> str:
     return ""
 
 
-def _describe(result: HubResult, source: Source, names: Mapping[str, str]) -> None:
+def _describe(result: HubResult, source: Source, names: Names) -> None:
     card = source.folder / CARD
     original = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     write_card(result, original)

@@ -14,6 +14,7 @@ from lobs.errors import FileError
 from lobs.pruning.result import LayerResult
 from lobs.pruning.summary import gain, short_table
 from lobs.storage.atomic import atomic_write
+from lobs.zoo.hub.headers import Names
 
 RECORD, CARD = "lobs.json", "README.md"
 FORMAT = "lobs.hub"
@@ -126,15 +127,16 @@ def described(data: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def write_record(result: HubResult, files: Mapping[str, str], names: Mapping[str, str]) -> None:
+def write_record(result: HubResult, files: Mapping[str, str], names: Names) -> None:
     """Write the record.
 
     Args:
         result: the result.
         files: the digest of every shard.
-        names: a tensor's name in the files → its name in the network, where they differ.
+        names: names of pruned tensors in the files.
     """
-    text = json.dumps({**result.record(), "files": dict(files), "names": dict(names)}, indent=2)
+    found = {"files": dict(files), "names": names.same, "parts": names.parts}
+    text = json.dumps({**result.record(), **found}, indent=2)
     with atomic_write(result.out / RECORD) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
 
