@@ -589,6 +589,43 @@ def test_a_block_that_needs_one_type_is_refitted_in_it(monkeypatch):
     assert pruned(dense.eval()).settings["refit"].startswith("block by block")
 
 
+def test_a_backward_pass_that_refuses_bfloat16_is_run_in_single_precision(monkeypatch):
+    class Strict(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, slope):
+            if slope.dtype != torch.float32:
+                raise TypeError("float32 only")
+            return slope
+
+    class Picky(Part):
+        def forward(self, x):
+            return x + self.down(Strict.apply(torch.relu(self.up(self.norm(x)))))
+
+    dense = tower()
+    dense.blocks = nn.ModuleList(Picky() for _ in range(3))
+    monkeypatch.setattr("lobs.pruning.refit.blocks.fast_bfloat16", lambda _: True)
+    assert pruned(dense.eval()).settings["refit"].startswith("block by block")
+
+
+def test_layers_outside_refitted_blocks_are_solved_to_the_end(monkeypatch):
+    # The stem and the head belong to no block, so nothing moves their weights afterwards.
+    found = {}
+    real = lobs.solvers.Auto.__call__
+
+    def call(self, problem, target):
+        found[problem.name] = self.swaps
+        return real(self, problem, target)
+
+    monkeypatch.setattr(lobs.solvers.Auto, "__call__", call)
+    pruned(tower())
+    assert {name for name, swaps in found.items() if swaps} == {"layer 'start'", "layer 'head'"}
+    assert len(found) == 8
+
+
 def test_a_refitted_network_names_the_layer_and_batch_of_a_nan(monkeypatch):
     monkeypatch.setattr("lobs.pruning.session.affordable", lambda *_: False)
     batches = data()

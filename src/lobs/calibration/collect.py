@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lobs._system.distributed import process_group
@@ -108,7 +109,7 @@ def collect_moments(
         counts_only: only count inputs; their moments and means stay empty.
         required: refuse data that never reach a layer; else the layer is missing in the result.
         enough: vectors for every column that suffice; of larger images some positions are summed.
-        every: run one batch in so many, and each of another form. The others count as the last one.
+        every: run each k-th batch. One between them counts as the last, if it has the same form.
     """
     batches = fitted(model, batches, again=False)
     chosen, run_store = _as_layers(model, layers), run_store or RunStore()
@@ -178,7 +179,7 @@ class _State:
                 f"layer '{bad[0]}': NaN or infinite input in batch {index}, or one whose square "
                 "is beyond float64. Check the data and the network on that batch."
             )
-        self.form, before = _form(batch), self.counts
+        self.form, before = None if masks_of(batch) else _form(batch), self.counts
         self._note(batch)
         self.each = {name: n - before.get(name, 0) for name, n in self.counts.items()}
         sample = _first_sample(batch)
@@ -336,9 +337,10 @@ def _as_layers(
 
 
 def _form(batch: Any) -> Hashable:
-    """Return the shapes and plain values of a batch; None where it holds anything else."""
+    """Return the shapes and plain values of a batch; None where it holds NaN or anything else."""
     if isinstance(batch, Tensor):
-        return tuple(batch.shape), batch.dtype
+        finite = bool(torch.isfinite(batch).all())
+        return (tuple(batch.shape), batch.dtype) if finite else None
     if isinstance(batch, Mapping):
         batch = tuple((str(name), part) for name, part in batch.items())
     if isinstance(batch, tuple | list):

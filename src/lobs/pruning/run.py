@@ -258,9 +258,10 @@ class Run:
             repeated=by_blocks,
             vectors=vectors,
         ):
+            refitted = by_blocks and isinstance(block, Repeated)
             for layer, moments in layers_of(block, known):
-                self._finish(layer, _once(lambda: self._solved_on(layer, moments)))  # noqa: B023
-            if by_blocks and isinstance(block, Repeated) and block.layers:
+                self._finish(layer, _once(lambda: self._solved_on(layer, moments, refitted)))  # noqa: B023
+            if refitted and isinstance(block, Repeated) and block.layers:
                 refits.append(self._refit_block(block))
         if refits:
             self.refit = BlockRefits(tuple(refits))
@@ -300,8 +301,16 @@ class Run:
         outside = {id(p) for name, p in every if not name.startswith(f"{block.name}.")}
         return {name for name, p in block.module.named_parameters() if id(p) in outside}
 
-    def _solved_on(self, layer: Layer, moments: PairedMoments | None) -> FinishedLayer:
-        """Solve one layer on the inputs that the pruned layers before it give."""
+    def _solved_on(
+        self, layer: Layer, moments: PairedMoments | None, refitted: bool
+    ) -> FinishedLayer:
+        """Solve one layer on the inputs that the pruned layers before it give.
+
+        Args:
+            layer: the layer.
+            moments: the moments of its inputs.
+            refitted: its block is refitted afterwards.
+        """
         assert moments is not None  # only layers in the run store come without
         session = self.session
         asymmetric = session.options.inputs == "asymmetric"
@@ -313,14 +322,14 @@ class Run:
         if aim is not None:
             kept = kept_share(self.plan[layer.name], problem)
             problem = asymmetric_problem(problem, *aim, kept)
-        done = self._solved(layer, problem)
+        done = self._solved(layer, problem, refitted)
         group = process_group()
         if group.size == 1:
             return done
         # All processes solved the same problem. The leader's bits are taken by all.
         return FinishedLayer.unpacked(group.broadcast_object(*done.packed()), layer.weight)
 
-    def _solved(self, layer: Layer, problem: Problem) -> FinishedLayer:
+    def _solved(self, layer: Layer, problem: Problem, refitted: bool = False) -> FinishedLayer:
         session, target = self.session, self.plan[layer.name]
         options = session.options
         began = time.perf_counter()
@@ -332,7 +341,7 @@ class Run:
                 solver = options.solver
                 if self.draft and isinstance(solver, Auto) and isinstance(target, Sparsity):
                     solver = ColumnSweep(exact=False)
-                elif session.by_blocks:
+                elif refitted:
                     solver = before_refit(solver)
                 solution = solve(problem, solver, target)
         return FinishedLayer(

@@ -17,12 +17,12 @@ from lobs._system.distributed import SINGLE_PROCESS, process_group, use_group
 from lobs._system.progress import track
 from lobs.calibration.collect import Calibration, collect_moments, never_reached
 from lobs.calibration.fisher import fisher_diagonal
-from lobs.calibration.forward import batch_size, learn, length
+from lobs.calibration.forward import learn, length
 from lobs.calibration.layer_problem import layer_problem
 from lobs.calibration.moments import Moments
 from lobs.calibration.on_demand import Gathered, gathered
 from lobs.calibration.output_influence import INFLUENCE_SAMPLES, output_influence
-from lobs.errors import caution
+from lobs.errors import CalibrationError, caution
 from lobs.layers import Layer, find_layers
 from lobs.layers.uses import learnt
 from lobs.pruning import feasibility
@@ -39,7 +39,6 @@ from lobs.storage.run_store import RunStore
 from lobs.targets import Budget, Pattern, Sparsity, Target, for_layer, removable
 
 _CURVE_VECTORS = 16  # input vectors for every column that error curves of a large network need
-_CURVE_SAMPLES = 256  # inputs that error curves of a large network need
 _TINY = 1e-30  # least energy of a layer's output
 
 T = TypeVar("T")
@@ -108,9 +107,8 @@ class Session:
                 self.store,
                 self.pass_bytes,
                 key=self.calibration_key,
-                every=sys.maxsize if late and self._large_samples() else 1,
+                every=sys.maxsize if late and self._large else 1,
             )
-        large = self._large_samples()
         return collect_moments(
             self.model,
             self.batches,
@@ -118,25 +116,29 @@ class Session:
             run_store=self.store,
             key=self.calibration_key,
             required=False,
-            enough=_CURVE_VECTORS if images and large else None,
-            every=max(1, large // _CURVE_SAMPLES),
+            enough=_CURVE_VECTORS if images and self._large else None,
         )
 
-    def _large_samples(self) -> int:
-        """Return the number of samples if the network will be refitted by blocks, and else 0.
+    @cached_property
+    def _large(self) -> bool:
+        """Return whether the network will be refitted by blocks, as one batch tells.
 
         Then every layer's inputs are summed anew, block by block. The moments of the first pass
-        serve its error curves alone. One batch tells.
+        serve its error curves alone.
         """
         options, layers = self.options, self.layers
-        if options.inputs == "dense" or options.refit == "layers":
-            return 0
-        first = list(islice(filter(batch_size, self.batches), 1))
-        if not first:
-            return 0
-        seen = collect_moments(self.model, first, list(layers), counts_only=True, required=False)
-        samples = seen.samples * (length(self.batches) or 1)
-        return 0 if affordable(_madds(layers, seen), samples, WORK) else samples
+        lengths = process_group().all_gather(length(self.batches))
+        if options.inputs == "dense" or options.refit == "layers" or None in lengths:
+            return False
+        first = list(islice(self.batches, 1))
+        try:
+            seen = collect_moments(
+                self.model, first, list(layers), counts_only=True, required=False
+            )
+        except CalibrationError:  # empty first batches; the whole pass will say what is wrong
+            return False
+        samples = seen.samples * sum(lengths) // len(lengths)
+        return not affordable(_madds(layers, seen), samples, WORK)
 
     def leave_unreached(self) -> None:
         """Leave layers that no batch reaches as they are; refuse them where they were named."""

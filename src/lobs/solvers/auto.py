@@ -108,8 +108,12 @@ class Auto:
 
     def seconds(self, shape: ProblemShape) -> float:
         """Estimate the time of the start, the swaps and least squares on two cores."""
-        plain = self.swaps or isinstance(shape.target, Pattern)
-        return search_seconds(shape) if plain else ADMM().seconds(shape)
+        quick = not self.swaps and isinstance(shape.target, Sparsity)
+        return ADMM().seconds(shape) if quick else search_seconds(shape)
+
+    def before_refit(self) -> Auto:
+        """Return the solver of layers whose block is refitted afterwards."""
+        return replace(self, swaps=False)
 
     def bytes(self, shape: ProblemShape) -> int:
         """Estimate the memory of solving one layer, its moments included."""
@@ -202,8 +206,9 @@ class Auto:
 
 
 def before_refit(solver: Solver) -> Solver:
-    """Return the solver of layers whose block is refitted afterwards."""
-    return replace(solver, swaps=False) if isinstance(solver, Auto) else solver
+    """Return what a solver asks to be replaced by where a layer's block is refitted afterwards."""
+    found: Solver = solver.before_refit() if hasattr(solver, "before_refit") else solver
+    return found
 
 
 def seconds_of(solver: Solver, shape: ProblemShape) -> float:

@@ -118,8 +118,8 @@ class Block(ABC):
                     moments[before.name].add(before, x, x_hat, step=step, start=number)
                 if not moments[before.name].pruned.finite:
                     raise CalibrationError(
-                        f"layer '{before.name}': NaN or infinite input in batch {number}. Check "
-                        "the data and the network on that batch."
+                        f"layer '{before.name}': NaN or infinite input. Check the data, and the "
+                        "network on each batch."
                     )
             yield
 

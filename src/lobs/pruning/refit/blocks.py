@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -215,23 +216,31 @@ class _BlockDistance:
         rows = slice(piece.rows.start, piece.rows.stop)
         x, goal = loaded(sample.inputs[rows]), loaded(sample.wanted[rows]).to(torch.float32)
         arguments = sample.arguments.rows(rows, sample.inputs.shape[0]).to(torch.float32)
-        with torch.autocast(goal.device.type, torch.bfloat16, enabled=half):
+        kind = goal.device.type
+        with torch.autocast(kind, torch.bfloat16, cache_enabled=False) if half else nullcontext():
             out = flowing(arguments.run(work, x.to(torch.float32, copy=True), sample.seed))
         assert out is not None
         out = out.to(torch.float32)
         mask = positions(sample.wanted, sample.masks)
         return out, goal, None if mask is None else mask[rows].to(goal.device)
 
-    @torch.no_grad()
     def _bears_half(self, work: nn.Module) -> bool:
         """Return whether bfloat16 is faster here, and fine enough for this block's deviation."""
-        if not self.fit or not fast_bfloat16(loaded(self.samples[0].wanted).device):
+        if not self.fit:  # this process takes no step
+            return True
+        if not fast_bfloat16(loaded(self.samples[0].wanted).device):
             return False
         try:
-            exact, rounded = (float(self._squared(work, self.fit[0], x)) for x in (False, True))
+            with torch.no_grad():
+                exact = float(self._squared(work, self.fit[0]))
+            with torch.enable_grad():
+                rounded = self._squared(work, self.fit[0], half=True)
+                rounded.backward()  # type: ignore[no-untyped-call]
         except Exception:  # the user's block may need one type in any way
             return False
-        return math.isclose(exact, rounded, rel_tol=_ROUNDING)
+        finally:
+            work.zero_grad(set_to_none=True)
+        return math.isclose(exact, float(rounded), rel_tol=_ROUNDING)
 
     def _separable(self, work: nn.Module, pieces: Sequence[Piece]) -> bool:
         """Return whether rows are independent in one sample of every form."""

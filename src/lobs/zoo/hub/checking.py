@@ -36,10 +36,12 @@ def verify(folder: str | os.PathLike[str]) -> list[Finding]:
     parts: dict[str, list[str]] = record.get("parts", {})
     joined = [row for row in rows if any(row["parameters"].keys() & set(o) for o in parts.values())]
     seen, removed = {row["name"] for row in joined}, 0
+    counted = {*parts, *(name for row in joined for name in row["parameters"])}
+    alone = [row for row in rows if row["name"] not in seen]
     for file in shards.files:
         tensors, own = (_renamed(part, record) for part in shards.masks(file))
-        removed += sum(int((~mask).sum()) for name, mask in own.items() if name in parts)
-        here = [row for row in rows if own.keys() & set(row.get("parameters", ()))]
+        removed += sum(int((~mask).sum()) for name, mask in own.items() if name in counted)
+        here = [row for row in alone if own.keys() & set(row.get("parameters", ()))]
         seen |= {row["name"] for row in here}
         part = {"layers": here, "settings": record.get("settings", {})}
         found += verify_masks(Checkpoint(tensors, own, part))
