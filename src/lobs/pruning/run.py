@@ -152,7 +152,7 @@ class Run:
     def compare(self) -> Comparison:
         """Return the distance from the dense network, measured once.
 
-        For a large network, whose passes are dear, it is measured on a few hundred inputs.
+        For a large network, whose passes are dear, it is measured on some of the inputs.
         """
         if self.comparison is None:
             every, batches = self.measured_every, self.session.batches
